@@ -1,0 +1,5 @@
+"""``python -m gpubloat``."""
+
+from gpubloat.cli import main
+
+main()

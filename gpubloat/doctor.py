@@ -1,0 +1,98 @@
+"""What this machine can measure, and the remedy for what it cannot."""
+
+from __future__ import annotations
+
+import ctypes
+import importlib.metadata
+import os
+import platform
+import shutil
+import sys
+import tempfile
+from typing import NamedTuple
+
+from gpubloat import __version__
+
+
+class Check(NamedTuple):
+    """One finding: state is ``yes``, ``no`` or ``limited``; the remedy is empty where nothing is wrong."""
+
+    what: str
+    state: str
+    found: str
+    remedy: str = ""
+
+
+def examine() -> list[Check]:
+    """All checks. Looks only; loads the driver library, sets nothing, needs no GPU."""
+    return [_system(), _memory(), _disk(), _driver(), _nvml(), _compiler(), *_packages()]
+
+
+def _system() -> Check:
+    found = f"gpubloat {__version__}, Python {platform.python_version()}, {sys.platform} {platform.machine()}"
+    if sys.platform != "linux":
+        return Check("system", "limited", found, "reading works everywhere; tracing and GPU work need Linux")
+    return Check("system", "yes", found)
+
+
+def _memory() -> Check:
+    size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else 0
+    found = f"{size / 2**30:.0f} GiB, {os.cpu_count()} CPUs"
+    if 0 < size < 2 << 30:
+        return Check("memory", "limited", found, "scan --kernels wants 1 GB free; leave --kernels out")
+    return Check("memory", "yes", found)
+
+
+def _disk() -> Check:
+    free = shutil.disk_usage(tempfile.gettempdir()).free
+    found = f"{free / 2**30:.0f} GiB free for temporary files"
+    if free < 4 << 30:
+        return Check("disk", "limited", found, "set TMPDIR to a folder with more room: large wheel members go there")
+    return Check("disk", "yes", found)
+
+
+def _driver() -> Check:
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        remedy = "scan, analysis, plots and notebooks work without; measuring a GPU needs the NVIDIA driver"
+        return Check("CUDA driver", "no", "libcuda.so.1 not found", remedy)
+    version, count = ctypes.c_int(0), ctypes.c_int(0)
+    cuda.cuDriverGetVersion(ctypes.byref(version))
+    code = cuda.cuInit(0)
+    if code == 0:
+        cuda.cuDeviceGetCount(ctypes.byref(count))
+    found = f"CUDA {version.value // 1000}.{version.value % 1000 // 10}, {count.value} GPUs"
+    if not count.value:
+        remedy = "the driver is there and no GPU is visible: look at CUDA_VISIBLE_DEVICES and nvidia-smi"
+        return Check("CUDA driver", "limited", f"{found} (cuInit returned {code})", remedy)
+    return Check("CUDA driver", "yes", found)
+
+
+def _nvml() -> Check:
+    names = {d.metadata["Name"].lower() for d in importlib.metadata.distributions() if d.metadata["Name"]}
+    if "pynvml" in names:
+        remedy = "pip uninstall pynvml; pip install nvidia-ml-py (same import, maintained)"
+        return Check("NVML", "limited", "the inactive package pynvml is installed", remedy)
+    if "nvidia-ml-py" not in names:
+        return Check("NVML", "no", "nvidia-ml-py is not installed", "pip install 'gpubloat[gpu]'")
+    return Check("NVML", "yes", f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}")
+
+
+def _compiler() -> Check:
+    found = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if found is None:
+        return Check("C compiler", "no", "none found", "tracing compiles its collector on first use: install gcc")
+    return Check("C compiler", "yes", found)
+
+
+def _packages() -> list[Check]:
+    extras = {"jupyterlab": "notebooks", "distributed": "dask", "torch": "torch itself"}
+    checks = []
+    for name, extra in extras.items():
+        try:
+            checks.append(Check(name, "yes", importlib.metadata.version(name)))
+        except importlib.metadata.PackageNotFoundError:
+            install = "pip install torch" if name == "torch" else f"pip install 'gpubloat[{extra}]'"
+            checks.append(Check(name, "no", "not installed", f"only if you want it: {install}"))
+    return checks

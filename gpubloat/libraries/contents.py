@@ -1,0 +1,109 @@
+"""What is inside the elements: kernels and variables, read by threads (decompression leaves the interpreter lock)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from gpubloat.errors import FormatError
+from gpubloat.libraries import cubin, fatbin
+from gpubloat.libraries.cubin import Contents
+from gpubloat.libraries.fatbin import Element
+from gpubloat.libraries.reader import Reader
+
+BATCH_BYTES = 16 << 20
+BATCH_ELEMENTS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """One piece to read: a fatbin element, or a raw cubin (`element` None)."""
+
+    region: int
+    index: int
+    offset: int
+    size: int
+    element: Element | None
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """What was found in one piece, or in one member of a concatenated element; `error` if it could not be read."""
+
+    region: int
+    index: int
+    member: int | None
+    target: str
+    contents: Contents | None
+    error: FormatError | None = None
+
+
+def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> Iterator[Read]:
+    """Read all pieces, in order. A damaged piece gives a `Read` with its error; the others are not touched by it."""
+    workers = threads or os.cpu_count() or 1
+    batches = list(_batches(pieces))
+    if workers == 1 or len(batches) < 2:
+        for batch in batches:
+            yield from _read_batch(reader, batch)
+        return
+    with ThreadPoolExecutor(workers) as pool:
+        for reads in pool.map(lambda batch: _read_batch(reader, batch), batches):
+            yield from reads
+
+
+def _batches(pieces: Iterable[Code]) -> Iterator[list[Code]]:
+    """Pieces in groups that are worth a hand-over between threads and small enough to bound memory."""
+    batch: list[Code] = []
+    size = 0
+    for piece in pieces:
+        batch.append(piece)
+        size += max(piece.size, piece.element.uncompressed_size if piece.element else 0)
+        if size >= BATCH_BYTES or len(batch) >= BATCH_ELEMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+def _read_batch(reader: Reader, batch: list[Code]) -> list[Read]:
+    found = []
+    for piece in batch:
+        try:
+            found += _read(reader, piece)
+        except FormatError as error:
+            found.append(Read(piece.region, piece.index, None, "", None, error))
+    reader.release()
+    return found
+
+
+def _read(reader: Reader, piece: Code) -> list[Read]:
+    element = piece.element
+    if element is None:
+        data = reader.view(piece.offset, piece.size, "cubin")
+        return [Read(piece.region, piece.index, None, raw_target(reader, piece), _inside(reader, "cubin", data))]
+    if element.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
+        return []
+    data = memoryview(fatbin.payload(reader, element))
+    if element.kind != "concat":
+        return [Read(piece.region, piece.index, None, element.target or "", _inside(reader, element.kind, data))]
+    found = []
+    for number, member in enumerate(fatbin.members(reader, element)):
+        part = data[member.offset : member.offset + member.size]
+        inside = _inside(reader, member.kind, part)
+        found.append(Read(piece.region, piece.index, number, member.target or "", inside))
+    return found
+
+
+def _inside(reader: Reader, kind: str, data: memoryview) -> Contents:
+    if kind == "cubin":
+        return cubin.read(Reader(f"{reader.path}(element)", data))
+    if kind in ("ptx", "relocatable_ptx"):
+        return cubin.read_ptx(bytes(data))
+    return Contents([], [], [], [])
+
+
+def raw_target(reader: Reader, piece: Code) -> str:
+    """Target of a raw cubin, from its own header."""
+    return cubin.target(reader.window(piece.offset, piece.size, "cubin"))

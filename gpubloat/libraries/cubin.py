@@ -1,0 +1,108 @@
+"""What is inside one element: the kernels and variables of a cubin (an ELF file of machine 190), the entries of PTX.
+
+The symbol flag of an entry point (STO_CUDA_ENTRY in st_other) and the layout of e_flags are those of LLVM's
+BinaryFormat/ELF.h and of cuobjdump's listings, against which they are tested.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from gpubloat.errors import FormatError
+from gpubloat.libraries import elf
+from gpubloat.libraries.elf import Array, Header, Strings
+from gpubloat.libraries.reader import Reader
+
+STO_CUDA_ENTRY = 0x10
+# e_flags: ABI version 8 (CUDA 13) moved the target from the low byte to the second one.
+ABI_V2 = 8
+FLAG_ARCH_V1, FLAG_ARCH_V2 = 0x800, 0x8
+
+_ENTRY_NAME = re.compile(rb"\.entry\s+([A-Za-z_$%][A-Za-z0-9_$]*)")
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """Names and sizes in symbol order. `code_bytes` is None where the code has no machine form yet (PTX)."""
+
+    kernels: list[str]
+    code_bytes: list[int] | None
+    variables: list[str]
+    variable_bytes: list[int]
+
+
+def read(reader: Reader) -> Contents:
+    """Entry symbols and global variables of the cubin that `reader` holds. FormatError if it is not one."""
+    head = _header(reader)
+    sections = elf.section_table(reader, head)
+    tables = np.flatnonzero(sections["sh_type"] == elf.SHT_SYMTAB)
+    if not len(tables):
+        return Contents([], [], [], [])
+    table = sections[tables[0]]
+    symbols = reader.array(elf.SYM, int(table["sh_offset"]), int(table["sh_size"]) // elf.SYM.itemsize, "symbols")
+    if table["sh_link"] >= len(sections):
+        raise reader.error(int(table["sh_offset"]), "symbol table without a string table")
+    strings = sections[table["sh_link"]]
+    names = Strings(reader, int(strings["sh_offset"]), int(strings["sh_size"]))
+    kind = symbols["st_info"] & 0xF
+    entries = symbols[(kind == elf.STT_FUNC) & (symbols["st_other"] & STO_CUDA_ENTRY != 0)]
+    variables = symbols[(kind == elf.STT_OBJECT) & (symbols["st_info"] >> 4 != elf.STB_LOCAL)]
+    kernels, sizes = _named(names, entries)
+    return Contents(kernels, sizes, *_named(names, variables))
+
+
+def _named(names: Strings, symbols: Array) -> tuple[list[str], list[int]]:
+    if not len(symbols):
+        return [], []
+    return names.names(symbols["st_name"]), np.minimum(symbols["st_size"], 1 << 62).tolist()
+
+
+def read_ptx(data: bytes) -> Contents:
+    """Entry names of a PTX text (PTX ISA, "Kernel and Function Directives: .entry")."""
+    names = []
+    at = data.find(b".entry")
+    while at >= 0:
+        line = data[max(data.rfind(b"\n", 0, at), data.rfind(b"}", 0, at)) + 1 : at]
+        match = _ENTRY_NAME.match(data, at)
+        if match and all(word in (b".visible", b".weak") for word in line.split()):
+            names.append(match[1].decode("ascii"))
+        at = data.find(b".entry", at + 6)
+    return Contents(names, None, [], [])
+
+
+def _header(reader: Reader) -> Header:
+    head = elf.header(reader)
+    if head.e_machine != elf.EM_CUDA:
+        raise reader.error(18, f"ELF for machine {head.e_machine}, not a cubin")
+    return head
+
+
+def target(reader: Reader) -> str:
+    """The target in a cubin's own header: ``sm_90a``. Family-specific cubins carry no mark of it there."""
+    head = _header(reader)
+    if head.abi_version >= ABI_V2:
+        number, arch = head.e_flags >> 8 & 0xFF, head.e_flags & FLAG_ARCH_V2
+    else:
+        number, arch = head.e_flags & 0xFF, head.e_flags & FLAG_ARCH_V1
+    return f"sm_{number}{'a' if arch else ''}"
+
+
+def extent(reader: Reader, offset: int) -> int | None:
+    """Length of the cubin that starts at `offset`, or None if the bytes there are not a consistent cubin."""
+    part = reader.window(offset, reader.size - offset, "cubin")
+    try:
+        head = _header(part)
+        sections = elf.section_table(part, head)
+        ends = [head.e_phoff + head.e_phnum * elf.PHDR.itemsize, head.e_shoff + head.e_shnum * elf.SHDR.itemsize]
+        stored = sections[(sections["sh_type"] != elf.SHT_NOBITS) & (sections["sh_type"] != 0)]
+        if not len(stored):
+            return None
+        ends += (stored["sh_offset"].astype(object) + stored["sh_size"].astype(object)).tolist()
+        if max(ends) > part.size:
+            return None
+        return int(max(ends))
+    except FormatError:
+        return None

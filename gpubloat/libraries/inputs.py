@@ -1,0 +1,247 @@
+"""What a user names, as files to scan: a file, a folder, a wheel, or an installed package."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import mmap
+import os
+import tempfile
+import zipfile
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePosixPath
+from struct import Struct
+from typing import IO
+
+from gpubloat.errors import FormatError, GpubloatError
+from gpubloat.libraries.elf import MAGIC as ELF_MAGIC
+from gpubloat.libraries.fatbin import MAGIC as FATBIN_MAGIC
+from gpubloat.libraries.fatbin import OLD_MAGIC
+from gpubloat.libraries.reader import Reader
+
+AR_MAGIC = b"!<arch>\n"
+THIN_MAGIC = b"!<thin>\n"
+MAGICS = (ELF_MAGIC, AR_MAGIC, THIN_MAGIC, FATBIN_MAGIC.to_bytes(4, "little"), OLD_MAGIC.to_bytes(4, "little"))
+IN_MEMORY = 256 << 20  # a compressed wheel member up to this size is unpacked in memory, a larger one beside it
+_LOCAL_HEADER = Struct("<4s22xHH")
+
+
+@dataclass(frozen=True, slots=True)
+class Input:
+    """One file to scan. `library` is its name in the tables; `member` is set for a file inside a wheel."""
+
+    library: str
+    root: str
+    path: str
+    member: str | None = None
+    is_named: bool = False  # the user named this very file, so an error in it is the user's error
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """All files of a scan in a stable order, and how many files of the folders and wheels hold no code."""
+
+    files: list[Input]
+    n_skipped: int
+
+
+def discover(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
+    """List the files behind `paths`.
+
+    In folders and wheels, a file counts if its first bytes are those of ELF, of an archive or of a fatbin. Symbolic
+    links inside folders are not followed; a file that is reached twice is listed once. Raises GpubloatError for a path
+    that does not exist and is no installed package, and for a wheel that cannot be read.
+    """
+    files: list[Input] = []
+    seen: set[tuple[int, int]] = set()
+    skipped = 0
+    roots = [(os.fspath(p), *_resolve(os.fspath(p))) for p in paths]
+    for name, path, members in roots:
+        if members is not None:
+            found, other = _package(name, members)
+        elif path.is_dir():
+            found, other = _folder(path)
+        elif _is_wheel(path):
+            found, other = _wheel(path, path.name)
+        else:
+            found, other = [Input(path.name, path.name, str(path), is_named=True)], 0
+        skipped += other
+        for entry in found:
+            if entry.member is None:
+                stat = os.stat(entry.path)
+                if (stat.st_dev, stat.st_ino) in seen:
+                    continue
+                seen.add((stat.st_dev, stat.st_ino))
+            files.append(entry)
+    return Inputs(_unique(files), skipped)
+
+
+def _resolve(name: str) -> tuple[Path, list[Path] | None]:
+    """A path that exists, or the files of an installed package of that name."""
+    path = Path(name)
+    if path.exists():
+        return path, None
+    if "/" not in name and os.sep not in name:
+        try:
+            listed = importlib.metadata.files(name) or []
+            return path, [Path(str(f.locate())) for f in listed]
+        except (importlib.metadata.PackageNotFoundError, ValueError):
+            pass
+        try:
+            spec = importlib.util.find_spec(name) if name.isidentifier() else None
+        except (ImportError, ValueError):
+            spec = None
+        if spec and spec.submodule_search_locations:
+            return Path(next(iter(spec.submodule_search_locations))), None
+    raise GpubloatError(
+        f"{name}: no such file or folder, and no installed package of that name",
+        "give a library, a folder, a wheel, or the name of a package installed beside gpubloat",
+    )
+
+
+def _is_wheel(path: Path) -> bool:
+    return path.suffix.lower() in (".whl", ".zip") and zipfile.is_zipfile(path)
+
+
+def _folder(root: Path) -> tuple[list[Input], int]:
+    found: list[Input] = []
+    skipped = 0
+    for folder, folders, names in os.walk(root):
+        folders.sort()
+        for name in sorted(names):
+            path = Path(folder, name)
+            if path.is_symlink() or not path.is_file():
+                continue
+            relative = path.relative_to(root).as_posix()
+            if path.suffix.lower() == ".whl" and zipfile.is_zipfile(path):
+                inner, other = _wheel(path, name)
+                found += [replace(i, library=f"{relative}/{i.member}") for i in inner]
+                skipped += other
+            elif _has_code(path):
+                found.append(Input(relative, root.resolve().name or "/", str(path)))
+            else:
+                skipped += 1
+    return found, skipped
+
+
+def _package(name: str, paths: list[Path]) -> tuple[list[Input], int]:
+    regular = sorted(p for p in paths if p.is_file() and not p.is_symlink())
+    with_code = [p for p in regular if _has_code(p)]
+    home = Path(os.path.commonpath([p.parent.resolve() for p in with_code])) if with_code else Path()
+    site = next((p for p in [home, *home.parents] if p.name in ("site-packages", "dist-packages")), home)
+    found = []
+    for path in with_code:
+        resolved = path.resolve()
+        inside = resolved.is_relative_to(site)
+        found.append(Input(resolved.relative_to(site).as_posix() if inside else path.name, name, str(path)))
+    return found, len(regular) - len(with_code)
+
+
+def _has_code(path: Path) -> bool:
+    try:
+        with path.open("rb") as file:
+            return file.read(8).startswith(MAGICS)
+    except OSError:
+        return False
+
+
+def _wheel(path: Path, root: str) -> tuple[list[Input], int]:
+    found, skipped = [], 0
+    try:
+        with zipfile.ZipFile(path) as wheel:
+            for info in sorted(wheel.infolist(), key=lambda i: i.filename):
+                if info.is_dir():
+                    continue
+                # Only what can hold code is opened: reading the first bytes of 10,000 .py members costs seconds.
+                if PurePosixPath(info.filename).suffix in (".py", ".pyi", ".h", ".hpp", ".cuh", ".txt", ".json", ".md"):
+                    skipped += 1
+                    continue
+                with wheel.open(info) as member:
+                    has_code = member.read(8).startswith(MAGICS)
+                if has_code:
+                    found.append(Input(info.filename, root, str(path), info.filename))
+                else:
+                    skipped += 1
+    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
+        raise FormatError(path.name, 0, f"the wheel cannot be read: {error}", "download it again") from None
+    return found, skipped
+
+
+def _unique(files: list[Input]) -> list[Input]:
+    """Names that collide get the name of their root in front, and a number where that is not enough."""
+    counts: dict[str, int] = {}
+    for entry in files:
+        counts[entry.library] = counts.get(entry.library, 0) + 1
+    taken: set[str] = set()
+    result = []
+    for entry in files:
+        name = entry.library
+        if counts[name] > 1:
+            parent = entry.root if entry.root != name else Path(entry.path).resolve().parent.name
+            name = f"{parent}/{name}"
+        base, number = name, 2
+        while name in taken:
+            name, number = f"{base}#{number}", number + 1
+        taken.add(name)
+        result.append(replace(entry, library=name))
+    return result
+
+
+@contextmanager
+def opened(entry: Input) -> Iterator[Reader]:
+    """The bytes of one input, mapped. A stored wheel member is mapped in place, a compressed one unpacked first."""
+    try:
+        with open(entry.path, "rb") as file:
+            if entry.member is None:
+                yield _mapped(entry.library, file, 0, os.fstat(file.fileno()).st_size)
+                return
+            with zipfile.ZipFile(file) as wheel, wheel.open(entry.member) as member:
+                info = wheel.getinfo(entry.member)
+                if info.compress_type == zipfile.ZIP_STORED:
+                    file.seek(info.header_offset)
+                    _, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                    start = info.header_offset + _LOCAL_HEADER.size + name + extra
+                    yield _mapped(entry.library, file, start, info.file_size)
+                    return
+                # Deflate packs 1032 to 1 at most: a larger claim is a lie, refused before memory is taken for it.
+                if info.file_size > 1032 * info.compress_size + 1024:
+                    raise zipfile.BadZipFile(f"{entry.member} claims {info.file_size} bytes, which cannot be")
+                yield from _unpacked(entry.library, member, info.file_size)
+    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError, EOFError, OSError) as error:
+        reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+        raise FormatError(entry.library, 0, f"cannot be read: {reason}") from None
+
+
+def _mapped(name: str, file: IO[bytes], start: int, size: int) -> Reader:
+    if not size:
+        return Reader(name, b"")
+    return Reader(name, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), start, size)
+
+
+def _unpacked(name: str, member: IO[bytes], size: int) -> Iterator[Reader]:
+    """Unpack `member` into memory, or into an unnamed temporary file when it is large, so that pages can be dropped."""
+    if not size:
+        yield Reader(name, b"")
+    elif size <= IN_MEMORY:
+        with mmap.mmap(-1, size) as memory:
+            _copy(member, memory, size)
+            reader = Reader(name, memory)
+            reader.map = None  # its pages have no file behind them and must not be dropped
+            yield reader
+            reader.data.release()
+    else:
+        with tempfile.TemporaryFile() as file:
+            _copy(member, file, size)
+            file.flush()
+            yield _mapped(name, file, 0, size)
+
+
+def _copy(member: IO[bytes], target: IO[bytes] | mmap.mmap, size: int) -> None:
+    done = 0
+    while piece := member.read(1 << 20):
+        done += target.write(piece)
+    if done != size:
+        raise zipfile.BadZipFile(f"a member has {done} bytes instead of {size}")

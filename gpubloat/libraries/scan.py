@@ -1,0 +1,394 @@
+"""Files -> tables: where every byte of a GPU library goes, for which GPU, and what is inside."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import pandas as pd
+
+from gpubloat.errors import FormatError
+from gpubloat.libraries import archive, contents, elf, fatbin, functions, inputs, layout, regions
+from gpubloat.libraries.contents import Code
+from gpubloat.libraries.elf import Elf
+from gpubloat.libraries.fatbin import Element
+from gpubloat.libraries.functions import Counts
+from gpubloat.libraries.inputs import Input
+from gpubloat.libraries.reader import Reader
+from gpubloat.run import Run, RunWriter, provenance
+from gpubloat.tables import targets
+from gpubloat.tables.libraries import TABLES
+
+Tables = dict[str, pd.DataFrame]
+_HASH_CHUNK = 16 << 20
+METHOD = {
+    "bytes": "each byte labelled once: headers, fatbin regions and raw cubins, sections, segments, the rest",
+    "functions": "distinct start addresses from .eh_frame, .symtab and .dynsym; PLT stubs left out",
+    "elements": "regions found by their header anywhere in the file, accepted if the whole chain is consistent",
+    "is_loadable": "same major and minor <= the GPU's; a exact; f same family; else PTX; decided per region",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to read beside the byte layout."""
+
+    target: str | None = None
+    kernels: bool = False
+    functions: bool = True
+    digests: bool = True
+    threads: int | None = None
+
+
+def scan(
+    paths: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    *,
+    target: str | None = None,
+    kernels: bool = False,
+    functions: bool = True,
+    digests: bool = True,
+    executor: Executor | None = None,
+    progress: bool = False,
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    command: str = "gpubloat.libraries.scan",
+) -> Run:
+    """Scan libraries into the tables of `gpubloat.tables.libraries`.
+
+    Parameters
+    ----------
+    paths : files (ELF, archive, fatbin, cubin), folders, wheels, or names of installed packages.
+    target : a GPU such as ``"sm_90"``: fills `fit` and `is_loadable` of each element.
+    kernels : also decompress all elements and list their kernels and variables.
+    functions : list CPU functions; without, the counts of `libraries` are 0.
+    digests : sha256 of each file and of each element's stored code.
+    executor : any `concurrent.futures.Executor`, also `dask.distributed`'s ``client.get_executor()``; one task a file.
+    progress : show a progress bar on stderr.
+    out : keep the run in this folder; default, a temporary one that goes with the Run.
+    force : replace a run that is in `out` already.
+    command : what run.json says was run.
+
+    Returns
+    -------
+    Run with libraries, sections, functions, regions, elements, kernels, variables, problems. A file of a folder or
+    wheel that cannot be read is a row of `problems`; its bytes are `unattributed`.
+
+    Raises
+    ------
+    FormatError : a file that was named itself cannot be read. GpubloatError : a path does not exist.
+    """
+    given = [paths] if isinstance(paths, (str, os.PathLike)) else list(paths)
+    if target is not None:
+        target = f"sm_{targets.gpu(target)}"
+    options = Options(target, kernels, functions, digests)
+    found = inputs.discover(given)
+    with RunWriter("libraries", list(TABLES), out, force) as writer:
+        for tables in _progress(_each(found.files, options, executor), len(found.files), progress):
+            for name, frame in tables.items():
+                writer.append(name, frame)
+        record = provenance(command, METHOD, _roots(found.files, digests))
+        record |= {"target": target, "n_files_without_code": found.n_skipped, "empty": _why_empty(found, options)}
+        return writer.finish(record)
+
+
+def scan_file(entry: Input, options: Options) -> Tables:
+    """The tables of one file. Raises FormatError if the file was named by the user and cannot be read."""
+    try:
+        with inputs.opened(entry) as reader:
+            return _tables(entry, reader, options)
+    except FormatError as error:
+        if entry.is_named:
+            raise
+        return _unreadable(entry, error)
+
+
+def _each(files: list[Input], options: Options, executor: Executor | None) -> Iterator[Tables]:
+    """Results in input order; with an executor, a bounded number of tasks is under way."""
+    work: Callable[[Input], Tables] = partial(scan_file, options=options)
+    if executor is None:
+        yield from map(work, files)
+        return
+    waiting: deque[Future[Tables]] = deque()
+    try:
+        for entry in files:
+            waiting.append(executor.submit(work, entry))
+            if len(waiting) >= 2 * (os.cpu_count() or 1):
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+    finally:
+        for future in waiting:
+            future.cancel()
+
+
+def _progress(tables: Iterator[Tables], total: int, wanted: bool) -> Iterator[Tables]:
+    if not wanted:
+        return tables
+    from tqdm.auto import tqdm
+
+    return iter(tqdm(tables, total=total, unit="file", disable=None, leave=False))
+
+
+@dataclass(slots=True)
+class _File:
+    """The rows of one file while they come together; objects of an archive add to the same rows."""
+
+    library: str
+    options: Options
+    spans: list[tuple[int, int, str, str]] = field(default_factory=list)
+    functions: list[pd.DataFrame] = field(default_factory=list)
+    counts: list[Counts] = field(default_factory=list)
+    regions: list[tuple[Any, ...]] = field(default_factory=list)
+    elements: list[tuple[Any, ...]] = field(default_factory=list)
+    kernels: list[tuple[Any, ...]] = field(default_factory=list)
+    variables: list[tuple[Any, ...]] = field(default_factory=list)
+    problems: list[tuple[Any, ...]] = field(default_factory=list)
+    build_id: str = ""
+
+
+def _tables(entry: Input, reader: Reader, options: Options) -> Tables:
+    file = _File(entry.library, options)
+    head = bytes(reader.view(0, min(8, reader.size)))
+    if head == inputs.AR_MAGIC:
+        form = "archive"
+        _archive(reader, file)
+    elif head == inputs.THIN_MAGIC:
+        raise reader.error(0, "a thin archive holds no code", "scan the object files that it names")
+    else:
+        form = _object(reader, file)
+    if form == "raw" and not file.regions:
+        hint = "give an ELF library, an archive, a fatbin, a cubin, a wheel or a folder"
+        raise reader.error(0, "no ELF file, and no fatbin inside", hint)
+    digest = _sha256(reader) if options.digests else ""
+    return _frames(entry, reader, file, form, digest)
+
+
+def _archive(reader: Reader, file: _File) -> None:
+    at = 0
+    for name, offset, size in archive.members(reader):
+        file.spans.append((at, offset, "(archive headers)", "headers"))
+        part = reader.window(offset, size, name)
+        try:
+            _object(part, file, prefix=f"{name}:", base=offset)
+        except FormatError as error:
+            file.problems.append((offset + error.offset, "unreadable", error.detail))
+            file.spans.append((offset, offset + size, f"{name}:(unreadable)", "unattributed"))
+        at = offset + size
+    file.spans.append((at, reader.size, "(archive headers)", "headers"))
+
+
+def _object(reader: Reader, file: _File, prefix: str = "", base: int = 0) -> str:
+    """Add one object to the rows of its file, whole or (FormatError) not at all; return its format."""
+    head = bytes(reader.view(0, min(4, reader.size)))
+    view = Elf(reader) if head == elf.MAGIC else None
+    if view is not None and view.header.e_machine == elf.EM_CUDA:
+        form, view = "cubin", None
+        found = regions.Found(cubins=[(0, reader.size)])
+    else:
+        form = "elf" if view else "fatbin" if head in inputs.MAGICS[3:] else "raw"
+        if form == "fatbin":
+            fatbin.region(reader, 0)
+        found = regions.find(reader, view)
+    spans = layout.spans(reader, view, found)
+    cpu = functions.read(view, file.library, prefix, base) if view is not None and file.options.functions else None
+    holders = [] if view is None else sorted((s.sh_offset, s.sh_offset + s.file_size, s.name) for s in view.sections)
+    _add_regions(reader, file, found, lambda offset: prefix + layout.section_at(holders, offset), base)
+    file.spans += [(a + base, b + base, prefix + section, label) for a, b, section, label in spans]
+    file.problems += [(p.offset + base, p.problem, p.detail) for p in found.problems]
+    if cpu is not None:
+        file.functions.append(cpu[0])
+        file.counts.append(cpu[1])
+    if view is not None:
+        file.build_id = view.build_id()
+    return form
+
+
+def _add_regions(
+    reader: Reader, file: _File, found: regions.Found, section_at: Callable[[int], str], base: int
+) -> None:
+    pieces: list[Code] = []
+    released = 0
+    everything = [(r.offset, r) for r in found.regions] + [(a, size) for a, size in found.cubins]
+    for offset, thing in sorted(everything, key=lambda e: e[0]):
+        number = len(file.regions)
+        section = section_at(offset)
+        if offset - released > regions.RELEASE:
+            reader.release()
+            released = offset
+        if isinstance(thing, int):
+            piece = Code(number, 0, offset, thing, None)
+            target = contents.raw_target(reader, piece)
+            file.regions.append((number, section, offset + base, thing, 1, False, True))
+            digest = _digest(reader, offset, thing, file.options)
+            row = (0, None, "cubin", fatbin.CUBIN, target, "", offset + base, 0, thing, thing, "none", 0, digest)
+            file.elements.append((section, number, *row))
+            pieces.append(piece)
+            continue
+        wrapped = thing.offset in found.wrapped
+        file.regions.append((number, section, offset + base, thing.size, len(thing.elements), wrapped, False))
+        for index, element in enumerate(thing.elements):
+            pieces.append(Code(number, index, element.offset, element.stored_size, element))
+            for row in _element_rows(reader, file, index, element, base):
+                file.elements.append((section, number, *row))
+    if file.options.kernels:
+        _add_contents(reader, file, pieces, base)
+
+
+def _element_rows(reader: Reader, file: _File, index: int, e: Element, base: int) -> Iterator[tuple[Any, ...]]:
+    if e.kind == "unknown":
+        detail = f"element kind 0x{e.kind_code:x} is not known; its {e.payload_size} bytes are counted, not read"
+        file.problems.append((e.offset + base, "unknown_kind", detail))
+    size = e.uncompressed_size if e.is_compressed else e.payload_size
+    inside = []
+    if e.kind == "concat":
+        try:
+            inside = fatbin.members(reader, e)
+        except FormatError as error:
+            file.problems.append((error.offset + base, "unreadable", error.detail))
+    at = e.offset + base
+    digest = _digest(reader, e.offset + e.header_size, e.stored_size, file.options)
+    own = size - sum(m.size for m in inside)
+    yield (
+        index, None, e.kind, e.kind_code, e.target, e.identifier, at, e.header_size, e.payload_size, own, e.compression,
+        e.flags, digest,
+    )  # fmt: skip
+    for number, m in enumerate(inside):
+        yield (index, number, m.kind, m.kind_code, m.target, "", at, 0, 0, m.size, e.compression, m.flags, "")
+
+
+def _add_contents(reader: Reader, file: _File, pieces: list[Code], base: int) -> None:
+    offsets = {(p.region, p.index): p.offset for p in pieces}
+    for read in contents.read_all(reader, pieces, file.options.threads):
+        key = (read.region, read.index, read.member, read.target)
+        if read.error is not None:
+            place = offsets[read.region, read.index] + base
+            file.problems.append((place, "undecodable_payload", read.error.detail))
+            continue
+        inside = read.contents
+        assert inside is not None
+        sizes = inside.code_bytes if inside.code_bytes is not None else [None] * len(inside.kernels)
+        file.kernels += [(*key, name, size) for name, size in zip(inside.kernels, sizes, strict=True)]
+        file.variables += [
+            (*key, name, size) for name, size in zip(inside.variables, inside.variable_bytes, strict=True)
+        ]
+
+
+def _frames(entry: Input, reader: Reader, file: _File, form: str, digest: str) -> Tables:
+    names = {name: [c for c in TABLES[name].to_schema().columns if c != "library"] for name in TABLES}
+
+    def frame(name: str, rows: list[tuple[Any, ...]]) -> pd.DataFrame:
+        table = pd.DataFrame(rows, columns=names[name][: len(rows[0])] if rows else names[name])
+        table.insert(0, "library", file.library)
+        return table
+
+    element_names = [c for c in names["elements"] if c not in ("n_kernels", "fit", "is_loadable")]
+    elements = pd.DataFrame(file.elements, columns=element_names)
+    elements.insert(0, "library", file.library)
+    elements["member"] = elements["member"].astype("Int64")
+    kernels = frame("kernels", file.kernels)
+    elements["n_kernels"] = (
+        _count(elements, kernels) if file.options.kernels else pd.array([pd.NA] * len(elements), "Int64")
+    )
+    if file.options.target and len(elements):
+        elements = targets.fit(elements, file.options.target)
+    else:
+        elements = elements.assign(fit=None, is_loadable=pd.array([pd.NA] * len(elements), "boolean"))
+    spans = sorted(s for s in file.spans if s[1] > s[0])
+    sections = frame("sections", [(section, label, a, b - a) for a, b, section, label in spans])
+    by_label = sections.groupby("label")["size_bytes"].sum()
+    n_cold = [c.n_cold for c in file.counts if c.n_cold is not None]
+    library = {
+        "library": file.library,
+        "root": entry.root,
+        "format": form,
+        "file_bytes": reader.size,
+        "cpu_code_bytes": int(by_label.get("cpu_code", 0)),
+        "gpu_code_bytes": int(by_label.get("gpu_code", 0)),
+        "function_bytes": sum(c.function_bytes for c in file.counts),
+        "n_functions": sum(c.n_functions for c in file.counts),
+        "n_cold": sum(n_cold) if n_cold else None,
+        "n_function_names": sum(c.n_names for c in file.counts),
+        "n_regions": len(file.regions),
+        "n_elements": int(elements["member"].isna().sum()),
+        "n_kernels": len(kernels) if file.options.kernels else None,
+        "build_id": file.build_id,
+        "sha256": digest,
+    }
+    return {
+        "libraries": pd.DataFrame([library]),
+        "sections": sections,
+        "functions": pd.concat(file.functions, ignore_index=True) if file.functions else TABLES["functions"].none(),
+        "regions": frame("regions", file.regions),
+        "elements": elements,
+        "kernels": kernels,
+        "variables": frame("variables", file.variables),
+        "problems": frame("problems", sorted(file.problems)),
+    }
+
+
+def _count(elements: pd.DataFrame, kernels: pd.DataFrame) -> list[int]:
+    """Kernels of each element row."""
+    key = ["region", "element", "member"]
+    counts = kernels[key].fillna(-1).value_counts().to_dict()
+    return [counts.get(k, 0) for k in elements[key].fillna(-1).itertuples(index=False, name=None)]
+
+
+def _unreadable(entry: Input, error: FormatError) -> Tables:
+    """A file of a folder that breaks its format: its size is still accounted for."""
+    try:
+        size = os.stat(entry.path).st_size if entry.member is None else 0
+    except OSError:
+        size = 0
+    library: dict[str, Any] = dict.fromkeys(TABLES["libraries"].to_schema().columns, 0)
+    library |= {"library": entry.library, "root": entry.root, "format": "unreadable", "file_bytes": size}
+    library |= {"n_cold": None, "n_kernels": None, "build_id": "", "sha256": ""}
+    section = {"section": "(unreadable)", "label": "unattributed", "offset_bytes": 0, "size_bytes": size}
+    problem = {"offset_bytes": error.offset, "problem": "unreadable", "detail": error.detail}
+    return {
+        "libraries": pd.DataFrame([library]),
+        "sections": pd.DataFrame([{"library": entry.library, **section}]),
+        "problems": pd.DataFrame([{"library": entry.library, **problem}]),
+    }
+
+
+def _digest(reader: Reader, offset: int, size: int, options: Options) -> str:
+    return hashlib.sha256(reader.view(offset, size)).hexdigest()[:16] if options.digests else ""
+
+
+def _sha256(reader: Reader) -> str:
+    value = hashlib.sha256()
+    for at in range(0, reader.size, _HASH_CHUNK):
+        value.update(reader.view(at, min(_HASH_CHUNK, reader.size - at)))
+        reader.release()
+    return value.hexdigest()
+
+
+def _roots(files: list[Input], digests: bool) -> list[dict[str, Any]]:
+    """The inputs as run.json lists them: wheels by their own sha256, other roots by name (their files have theirs)."""
+    found: dict[str, dict[str, Any]] = {}
+    for entry in files:
+        record: dict[str, Any] = {"name": entry.root}
+        if entry.member is not None and entry.root not in found:
+            record["bytes"] = os.stat(entry.path).st_size
+            if digests:
+                with open(entry.path, "rb") as file:
+                    record["sha256"] = hashlib.file_digest(file, "sha256").hexdigest()
+        found.setdefault(entry.root, record)
+    return list(found.values())
+
+
+def _why_empty(found: inputs.Inputs, options: Options) -> dict[str, str]:
+    reasons = {}
+    if not found.files:
+        reasons["libraries"] = f"none of the {found.n_skipped} files is an ELF file, an archive or a fatbin"
+    if not options.kernels:
+        reasons |= dict.fromkeys(("kernels", "variables"), "kernels were not asked for (--kernels)")
+    if not options.functions:
+        reasons["functions"] = "functions were not asked for"
+    return reasons

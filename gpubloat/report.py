@@ -1,0 +1,77 @@
+"""One self-contained HTML page about a run."""
+
+from __future__ import annotations
+
+import base64
+import html
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pandas as pd
+from matplotlib.axes import Axes
+
+from gpubloat.analysis import libraries as analysis
+from gpubloat.errors import GpubloatError
+from gpubloat.plots import libraries as plots
+from gpubloat.plots import style
+from gpubloat.run import Run
+
+_STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+table{border-collapse:collapse;font-size:13px}td,th{padding:2px 8px;border-bottom:1px solid #ddd;text-align:right}
+td:first-child,th:first-child{text-align:left;word-break:break-all}img{max-width:100%}pre{background:#f6f6f6;
+padding:.6rem;overflow:auto;font-size:12px}"""
+
+
+def write(run: Run, path: Path, *, force: bool = False) -> None:
+    """Write the page. Raises GpubloatError if `path` exists (without `force`) or the instrument has no page."""
+    if path.exists() and not force:
+        raise GpubloatError(f"{path} exists", "name another file, or add --force")
+    if run.instrument not in _PAGES:
+        raise GpubloatError(f"no report for runs of {run.instrument}", f"known: {', '.join(_PAGES)}")
+    body = "".join(f"<h2>{html.escape(title)}</h2>{part}" for title, part in _PAGES[run.instrument](run))
+    about = html.escape(json.dumps(run.provenance, indent=1, ensure_ascii=False))
+    title = f"gpubloat {run.instrument}"
+    page = (
+        f"<!doctype html><html lang=en><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style>"
+        f"<h1>{title}</h1>{run._repr_html_()}{body}<h2>Where it came from</h2><pre>{about}</pre></html>\n"
+    )
+    path.write_text(page, encoding="utf-8")
+
+
+def _libraries(run: Run) -> list[tuple[str, str]]:
+    shares = analysis.code_shares(run["libraries"])
+    parts = [
+        ("Libraries", _table(analysis.overview(run["libraries"], run["elements"]))),
+        ("GPU code, CPU code and the rest", _figure(lambda ax: plots.code_bars(shares.head(20), ax=ax), 0.25 * 20)),
+    ]
+    by_target = analysis.bytes_by_target(run["elements"])
+    if len(by_target):
+        biggest = by_target.groupby("library")["stored_bytes"].sum().nlargest(20).index
+        shown = by_target[by_target["library"].isin(biggest)]
+        height = 1.5 + 0.25 * len(biggest)
+        parts.append(("Bytes by target", _figure(lambda ax: plots.target_heatmap(shown, ax=ax), height)))
+    if run.provenance.get("target"):
+        parts.append((f"What {run.provenance['target']} can load", _table(analysis.fits(run["elements"]))))
+    if len(run["problems"]):
+        parts.append(("Problems", _table(run["problems"].head(200))))
+    return parts
+
+
+_PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {"libraries": _libraries}
+
+
+def _table(frame: pd.DataFrame) -> str:
+    return str(frame.to_html(index=False, border=0, na_rep="-", float_format="{:.3f}".format, escape=True))
+
+
+def _figure(draw: Callable[[Axes], Axes], height: float) -> str:
+    with style.paper("page", height) as size:
+        figure, ax = plt.subplots(**size)
+        draw(ax)
+        buffer = io.BytesIO()
+        figure.savefig(buffer, format="png")
+        plt.close(figure)
+    return f"<img alt='figure' src='data:image/png;base64,{base64.b64encode(buffer.getvalue()).decode()}'>"
