@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpubloat import __version__
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import GpubloatError, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -147,9 +147,9 @@ def main() -> None:
     try:
         app()
     except GpubloatError as error:
-        print(f"gpubloat: {_safe(error.message)}", file=sys.stderr)
+        print(f"gpubloat: {error.message}", file=sys.stderr)
         if error.hint:
-            print(f"  hint: {_safe(error.hint)}", file=sys.stderr)
+            print(f"  hint: {error.hint}", file=sys.stderr)
         raise SystemExit(1) from None
     except KeyboardInterrupt:
         print("gpubloat: interrupted", file=sys.stderr)
@@ -186,11 +186,6 @@ def _plain(value: Any) -> Any:
     if pd.isna(value):
         return None
     return value.item() if hasattr(value, "item") else value
-
-
-def _safe(text: str) -> str:
-    """Text from a file with control characters made visible: it must not move the cursor or write lines."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
 
 
 def _shown(frame: pd.DataFrame) -> pd.DataFrame:
@@ -235,7 +230,7 @@ def _cell(value: Any) -> str:
     if pd.isna(value):
         return "-"
     if isinstance(value, str):
-        return _safe(value)
+        return printable(value)
     if str(value) in ("True", "False"):
         return "yes" if value else "no"
     return f"{value:,.1f}" if float(value) != int(value) else f"{int(value):,}"
@@ -246,4 +241,4 @@ def _print_problems(problems: pd.DataFrame) -> None:
         return
     print(f"{len(problems)} problems (table problems), the first of them:")
     for library, offset, problem, detail in problems.head(5).itertuples(index=False, name=None):
-        print(f"  {_safe(library)}, byte {offset}: {problem}: {_safe(detail)}")
+        print(f"  {printable(library)}, byte {offset}: {problem}: {printable(detail)}")

@@ -13,13 +13,19 @@ class GpubloatError(Exception):
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
+        message = printable(message)
         super().__init__(message)
         self.message = message
-        self.hint = hint
+        self.hint = hint if hint is None else printable(hint)
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions travel back from worker processes; the default would replay __init__ with `args` alone.
         return (_rebuild, (type(self), self.args, self.__dict__))
+
+
+def printable(text: str) -> str:
+    """Names come from files: one with a newline or a terminal's escape sequence in it is shown escaped."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def _rebuild(cls: type[GpubloatError], args: tuple[object, ...], state: dict[str, object]) -> GpubloatError:

@@ -41,7 +41,7 @@ def numbers() -> pd.DataFrame:
 
 def test_there_are_four_papers() -> None:
     assert published.papers() == ["gmlake", "ibp", "magneton", "negativa_ml"]
-    assert TABLES == {"published": Published}
+    assert {"published": Published} == TABLES
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}-{path.stem}")

@@ -27,8 +27,9 @@ def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> 
     numbers = [c for c in table.columns if c != "library"]
 
     def folded(rows: pd.DataFrame, name: str) -> pd.DataFrame:
-        total = rows[numbers].sum(min_count=1).to_frame().T.astype(dict(table.dtypes[numbers]))
-        return total.assign(library=name)
+        # Kernels that were not read stay unknown in the sum; everything else is a plain sum.
+        total = {c: rows[c].sum(min_count=1 if c == "n_kernels" else 0) for c in numbers}
+        return pd.DataFrame([total]).astype(dict(table.dtypes[numbers])).assign(library=name)
 
     rest = table.iloc[top:]
     parts = [table.iloc[:top]]

@@ -12,6 +12,7 @@ from gpubloat.libraries.reader import Reader
 
 _HEADER = Struct("<16s12s6s6s8s10s2s")
 MAGIC_SIZE = 8
+_INDEXES = (b"/", b"/SYM64/", b"__.SYMDEF", b"__.SYMDEF SORTED")
 
 
 def members(reader: Reader) -> Iterator[tuple[str, int, int]]:
@@ -29,11 +30,13 @@ def members(reader: Reader) -> Iterator[tuple[str, int, int]]:
         if name == b"//":
             long_names = bytes(data)
             continue
-        if name in (b"/", b"/SYM64/", b"__.SYMDEF", b"__.SYMDEF SORTED"):
+        if name in _INDEXES:
             continue
         if name.startswith(b"#1/") and name[3:].isdigit() and int(name[3:]) <= size:
             length = int(name[3:])
             name, start, size = bytes(data[:length]).rstrip(b"\0"), start + length, size - length
+            if name in _INDEXES:
+                continue
         elif name.startswith(b"/") and name[1:].isdigit():
             offset = int(name[1:])
             if offset >= len(long_names):

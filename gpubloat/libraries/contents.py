@@ -8,24 +8,25 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from gpubloat.errors import FormatError
-from gpubloat.libraries import cubin, fatbin
+from gpubloat.libraries import cubin, fatbin, hostdata
 from gpubloat.libraries.cubin import Contents
 from gpubloat.libraries.fatbin import Element
+from gpubloat.libraries.hostdata import RawCubin
 from gpubloat.libraries.reader import Reader
 
 BATCH_BYTES = 16 << 20
 BATCH_ELEMENTS = 256
+# What all elements of a file may decompress to together: 16 times what a "size" build packs, and room for small files.
+MAX_RATIO, MAX_FLOOR = 128, 4 << 30
 
 
 @dataclass(frozen=True, slots=True)
 class Code:
-    """One piece to read: a fatbin element, or a raw cubin (`element` None)."""
+    """One piece to read: a fatbin element or a raw cubin, and its numbers in the tables."""
 
     region: int
     index: int
-    offset: int
-    size: int
-    element: Element | None
+    code: Element | RawCubin
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,18 @@ class Read:
 def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> Iterator[Read]:
     """Read all pieces, in order. A damaged piece gives a `Read` with its error; the others are not touched by it."""
     workers = threads or os.cpu_count() or 1
-    batches = list(_batches(pieces))
+    left = MAX_RATIO * reader.size + MAX_FLOOR
+    allowed = []
+    for piece in pieces:
+        left -= piece.code.uncompressed_size
+        if left >= 0:
+            allowed.append(piece)
+        else:
+            error = reader.error(
+                piece.code.offset, "not decompressed: the elements declare more than a real file can hold"
+            )
+            yield Read(piece.region, piece.index, None, "", None, error)
+    batches = list(_batches(allowed))
     if workers == 1 or len(batches) < 2:
         for batch in batches:
             yield from _read_batch(reader, batch)
@@ -59,7 +71,7 @@ def _batches(pieces: Iterable[Code]) -> Iterator[list[Code]]:
     size = 0
     for piece in pieces:
         batch.append(piece)
-        size += max(piece.size, piece.element.uncompressed_size if piece.element else 0)
+        size += max(piece.code.stored_size, piece.code.uncompressed_size)
         if size >= BATCH_BYTES or len(batch) >= BATCH_ELEMENTS:
             yield batch
             batch, size = [], 0
@@ -79,17 +91,17 @@ def _read_batch(reader: Reader, batch: list[Code]) -> list[Read]:
 
 
 def _read(reader: Reader, piece: Code) -> list[Read]:
-    element = piece.element
-    if element is None:
-        data = reader.view(piece.offset, piece.size, "cubin")
-        return [Read(piece.region, piece.index, None, raw_target(reader, piece), _inside(reader, "cubin", data))]
-    if element.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
+    code = piece.code
+    if isinstance(code, RawCubin):
+        data = memoryview(hostdata.content(reader, code))
+        return [Read(piece.region, piece.index, None, code.target, _inside(reader, "cubin", data))]
+    if code.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
         return []
-    data = memoryview(fatbin.payload(reader, element))
-    if element.kind != "concat":
-        return [Read(piece.region, piece.index, None, element.target or "", _inside(reader, element.kind, data))]
+    data = memoryview(fatbin.payload(reader, code))
+    if code.kind != "concat":
+        return [Read(piece.region, piece.index, None, code.target or "", _inside(reader, code.kind, data))]
     found = []
-    for number, member in enumerate(fatbin.members(reader, element)):
+    for number, member in enumerate(fatbin.members(reader, code)):
         part = data[member.offset : member.offset + member.size]
         inside = _inside(reader, member.kind, part)
         found.append(Read(piece.region, piece.index, number, member.target or "", inside))
@@ -102,8 +114,3 @@ def _inside(reader: Reader, kind: str, data: memoryview) -> Contents:
     if kind in ("ptx", "relocatable_ptx"):
         return cubin.read_ptx(bytes(data))
     return Contents([], [], [], [])
-
-
-def raw_target(reader: Reader, piece: Code) -> str:
-    """Target of a raw cubin, from its own header."""
-    return cubin.target(reader.window(piece.offset, piece.size, "cubin"))

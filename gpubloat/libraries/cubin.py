@@ -65,7 +65,8 @@ def read_ptx(data: bytes) -> Contents:
     names = []
     at = data.find(b".entry")
     while at >= 0:
-        line = data[max(data.rfind(b"\n", 0, at), data.rfind(b"}", 0, at)) + 1 : at]
+        before = data[max(at - 64, 0) : at]  # no further: a text without line ends would be read once for each hit
+        line = before[max(before.rfind(b"\n"), before.rfind(b"}")) + 1 :]
         match = _ENTRY_NAME.match(data, at)
         if match and all(word in (b".visible", b".weak") for word in line.split()):
             names.append(match[1].decode("ascii"))
@@ -90,11 +91,17 @@ def target(reader: Reader) -> str:
     return f"sm_{number}{'a' if arch else ''}"
 
 
-def extent(reader: Reader, offset: int) -> int | None:
-    """Length of the cubin that starts at `offset`, or None if the bytes there are not a consistent cubin."""
-    part = reader.window(offset, reader.size - offset, "cubin")
+def extent(reader: Reader, offset: int, limit: int) -> int | None:
+    """Length of the cubin in [offset, limit), or None if the bytes there are not a consistent cubin.
+
+    One with as many sections as only the gABI's extension can count is refused: many false headers that share a long
+    section table would take very long.
+    """
+    part = reader.window(offset, limit - offset, "cubin")
     try:
         head = _header(part)
+        if head.e_shnum >= elf.SHN_LORESERVE:
+            return None
         sections = elf.section_table(part, head)
         ends = [head.e_phoff + head.e_phnum * elf.PHDR.itemsize, head.e_shoff + head.e_shnum * elf.SHDR.itemsize]
         stored = sections[(sections["sh_type"] != elf.SHT_NOBITS) & (sections["sh_type"] != 0)]

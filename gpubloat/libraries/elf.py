@@ -22,7 +22,9 @@ ET_REL, ET_CORE = 1, 4
 EM_CUDA = 190
 PT_LOAD = 1
 PF_X, PF_W = 1, 2
-SHT_SYMTAB, SHT_STRTAB, SHT_RELA, SHT_NOBITS, SHT_REL, SHT_DYNSYM = 2, 3, 4, 8, 9, 11
+PAGE = 4096  # the smallest page of x86-64 and AArch64
+SHT_PROGBITS, SHT_SYMTAB, SHT_STRTAB, SHT_RELA, SHT_NOBITS, SHT_REL, SHT_DYNSYM = 1, 2, 3, 4, 8, 9, 11
+SHT_SYMTAB_SHNDX = 18
 SHF_WRITE, SHF_ALLOC, SHF_EXECINSTR = 1, 2, 4
 SHN_LORESERVE, SHN_XINDEX = 0xFF00, 0xFFFF
 STT_OBJECT, STT_FUNC, STT_GNU_IFUNC = 1, 2, 10
@@ -195,6 +197,7 @@ class Elf:
             names = Strings(self.reader, int(row["sh_offset"]), int(row["sh_size"]), "section names")
         named = names.names(table["sh_name"])
         found = []
+        left = 8 * self.reader.size + 65536  # what follows is linear in the sum of the sizes
         for index, row in enumerate(table.tolist()):
             _, sh_type, flags, addr, offset, size, link, _, _, entsize = row
             if index == 0 or sh_type == 0:
@@ -205,11 +208,24 @@ class Elf:
                     f"section {index} ends at byte {offset + size}, behind the end of the file",
                     "the file may be truncated",
                 )
+            left -= 0 if sh_type == SHT_NOBITS else size
+            if left < 0:
+                raise self.reader.error(self.header.e_shoff, "section table whose sections overlap beyond reason")
             found.append(Section(index, named[index], sh_type, flags, addr, offset, size, link, entsize))
         return found
 
     def named(self, name: str) -> list[Section]:
         return [s for s in self.sections if s.name == name and s.file_size]
+
+    def misaligned_segments(self) -> list[int]:
+        """File offsets of the PT_LOAD headers that no loader can map: address and offset differ within a page."""
+        load = self.segments["p_type"] == PT_LOAD if len(self.segments) else np.zeros(0, bool)
+        shift = self.segments["p_vaddr"] - self.segments["p_offset"]
+        align = self.segments["p_align"]
+        power = (align & (align - np.uint64(1))) == 0
+        page = np.where(power & (align > PAGE), align, np.uint64(PAGE))
+        bad = load & (self.segments["p_memsz"] > 0) & (shift & (page - np.uint64(1)) != 0)
+        return (self.header.e_phoff + np.flatnonzero(bad) * PHDR.itemsize).tolist()
 
     @cached_property
     def _loads(self) -> Array:
@@ -243,6 +259,24 @@ class Elf:
                 names = Strings(self.reader, strings.sh_offset, strings.sh_size)
                 return self.reader.array(SYM, section.sh_offset, count, section.name), names
         return np.zeros(0, SYM), Strings(self.reader)
+
+    def section_indices(self, sh_type: int) -> Array:
+        """The section index of each of `symbols(sh_type)`, uint32; 0 for the reserved ones (absolute, common...).
+
+        An index that does not fit into st_shndx is in the section of type SHT_SYMTAB_SHNDX that names the table.
+        """
+        indices = self.symbols(sh_type)[0]["st_shndx"].astype(np.uint32)
+        large = indices == SHN_XINDEX
+        indices[(indices >= SHN_LORESERVE) & ~large] = 0
+        if large.any():
+            table = next(s.index for s in self.sections if s.sh_type == sh_type)
+            for section in self.sections:
+                if section.sh_type == SHT_SYMTAB_SHNDX and section.sh_link == table:
+                    full = self.reader.array("<u4", section.sh_offset, len(indices), section.name)
+                    indices[large] = full[large]
+                    return indices
+            raise self.reader.error(0, "symbols with large section indices, and no table of them")
+        return indices
 
     @cached_property
     def relative_addends(self) -> tuple[Array, Array]:

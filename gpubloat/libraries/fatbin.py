@@ -14,7 +14,6 @@ from struct import Struct
 import lz4.block
 import zstandard
 
-from gpubloat.errors import FormatError
 from gpubloat.libraries.reader import Reader
 
 MAGIC = 0xBA55ED50
@@ -26,7 +25,8 @@ SIGNATURE = MAGIC | VERSION << 32 | 16 << 48
 REGION = Struct("<IHHQ")
 ELEMENT = Struct("<HHIQIIHHIIIQQQ")
 CONCAT = Struct("<II")
-MEMBER = Struct("<HHIQQHHIQQQ")
+RECORD_MARK = 0x0101  # `unknown_2` of every element header
+_RECORD = Struct("<HHI")
 
 PTX, CUBIN, LTO_IR, RELOCATABLE_PTX, TILE_IR, CONCATENATED = 0x1, 0x2, 0x8, 0x40, 0x80, 0x100
 KINDS = {
@@ -102,6 +102,7 @@ class Member:
     size: int
     target_number: int
     flags: int
+    identifier: str
 
     @property
     def kind(self) -> str:
@@ -165,10 +166,9 @@ def element(reader: Reader, offset: int, end: int) -> Element:
         raise reader.error(offset, f"fatbin element of {payload} bytes runs out of its region")
     if packed > payload:
         raise reader.error(offset, f"fatbin element with {packed} compressed bytes in a payload of {payload}")
-    identifier = ""
-    if name and length and name + length <= header_size:
-        stored = bytes(reader.view(offset + name, length)).rstrip(b"\0 ")
-        identifier = stored.decode("utf-8", "backslashreplace")
+    if unpacked >= 1 << 63:
+        raise reader.error(offset, f"fatbin element of {unpacked} uncompressed bytes")
+    identifier = _identifier(reader, offset, name, length, header_size)
     return Element(
         offset,
         kind,
@@ -200,53 +200,95 @@ def payload(reader: Reader, element: Element) -> bytes | memoryview:
     if not element.is_compressed or element.compression == "unknown":
         return reader.view(at, element.stored_size, "fatbin payload")
     packed = reader.view(at, element.compressed_size, "fatbin payload")
-    size = element.uncompressed_size
-    if size > MAX_UNCOMPRESSED:
-        raise reader.error(element.offset, f"payload declares {size} bytes, more than the limit of {MAX_UNCOMPRESSED}")
+    if element.compression == "zstd":
+        return unzstd(reader, at, packed, element.uncompressed_size)
+    return unlz4(reader, at, packed, element.uncompressed_size)
+
+
+def unzstd(reader: Reader, at: int, packed: memoryview, size: int) -> bytes:
+    """`size` bytes from the zstd frame `packed`, which lies at byte `at` of the file."""
+    _check_size(reader, at, size)
     try:
-        if element.compression == "lz4":
-            if size > 255 * len(packed) + 64:
-                raise ValueError("declared size is beyond what LZ4 can hold")
-            data = lz4.block.decompress(packed, uncompressed_size=size)
-        else:
-            frame = zstandard.get_frame_parameters(packed)
-            if frame.content_size not in (size, zstandard.CONTENTSIZE_UNKNOWN):
-                raise ValueError(f"the zstd frame holds {frame.content_size} bytes, the header says {size}")
-            if not hasattr(_local, "zstd"):
-                _local.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_UNCOMPRESSED)
-            data = _local.zstd.decompress(packed, max_output_size=size)
-    except (zstandard.ZstdError, lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+        declared = zstandard.get_frame_parameters(packed).content_size
+        if declared not in (size, zstandard.CONTENTSIZE_UNKNOWN):
+            raise ValueError(f"the zstd frame holds {declared} bytes, the header says {size}")
+        if not hasattr(_local, "zstd"):
+            _local.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_UNCOMPRESSED)
+        data: bytes = _local.zstd.decompress(packed, max_output_size=size)
+    except (zstandard.ZstdError, ValueError, MemoryError) as error:
         raise reader.error(at, f"payload does not decompress: {error}") from None
+    return _complete(reader, at, data, size)
+
+
+def unlz4(reader: Reader, at: int, packed: memoryview, size: int) -> bytes:
+    """`size` bytes from the LZ4 block `packed`, which lies at byte `at` of the file."""
+    _check_size(reader, at, size)
+    try:
+        if size > 255 * len(packed) + 64:
+            raise ValueError("declared size is beyond what LZ4 can hold")
+        data: bytes = lz4.block.decompress(packed, uncompressed_size=size)
+    except (lz4.block.LZ4BlockError, ValueError, MemoryError) as error:
+        raise reader.error(at, f"payload does not decompress: {error}") from None
+    return _complete(reader, at, data, size)
+
+
+def _check_size(reader: Reader, at: int, size: int) -> None:
+    if size > MAX_UNCOMPRESSED:
+        raise reader.error(at, f"payload declares {size} bytes, more than the limit of {MAX_UNCOMPRESSED}")
+
+
+def _complete(reader: Reader, at: int, data: bytes, size: int) -> bytes:
     if len(data) != size:
         raise reader.error(at, f"payload decompresses to {len(data)} bytes, the header says {size}")
-    return bytes(data)
+    return data
 
 
 def members(reader: Reader, element: Element) -> list[Member]:
-    """The table of a concatenated element (kind 0x100), from its options block."""
+    """The table of a concatenated element (kind 0x100), from its options block: a count, a length, and for each member
+    a complete element header (identifier and options included) whose header size is replaced by the stream offset.
+    """
     at = element.offset + element.options_offset
     limit = element.offset + element.header_size
     if not element.options_offset or at + CONCAT.size > limit:
         raise reader.error(element.offset, "concatenated element without a table")
     count, table_size = reader.unpack(CONCAT, at, "concatenation table")
-    if table_size != CONCAT.size + count * MEMBER.size or at + table_size > limit:
+    end = at + table_size
+    if table_size < CONCAT.size + count * ELEMENT.size or end > limit:
         raise reader.error(at, f"concatenation table of {table_size} bytes for {count} members")
-    total = element.uncompressed_size or element.payload_size
+    total = element.uncompressed_size if element.is_compressed else element.payload_size
     found, stop = [], 0
+    place = at + CONCAT.size
     for index in range(count):
-        kind, _, offset, size, _, _, _, number, _, flags, _ = reader.unpack(
-            MEMBER, at + CONCAT.size + index * MEMBER.size, "concatenation member"
+        if place + ELEMENT.size > end:
+            raise reader.error(place, f"concatenation table ends before member {index} of {count}")
+        kind, two, offset, size, _, options, _, _, number, name, length, flags, _, _ = reader.unpack(
+            ELEMENT, place, "concatenation member"
         )
-        if offset < stop or offset + size > total:
-            raise reader.error(at, f"member {index} does not lie inside the stream of {total} bytes")
+        if (two, offset) != (RECORD_MARK, stop) or offset + size > total:
+            raise reader.error(place, f"member {index} is not the next one in the stream of {total} bytes")
         stop = offset + size
-        found.append(Member(kind, offset, size, number, flags))
+        found.append(Member(kind, offset, size, number, flags, _identifier(reader, place, name, length, end - place)))
+        place = _next_record(reader, place, name + length, options, end, stop)
     return found
 
 
-def is_region(reader: Reader, offset: int) -> Region | None:
-    """The region at `offset`, or None where the bytes are not one."""
-    try:
-        return region(reader, offset)
-    except FormatError:
-        return None
+def _next_record(reader: Reader, place: int, behind_name: int, options: int, end: int, stop: int) -> int:
+    """Where the record behind the one at `place` starts. No field says it: it follows the identifier and the options,
+    which are padded to 8 behind an ending NUL, and the options of cubins are 4 bytes longer than they say."""
+    behind = max(ELEMENT.size, behind_name)
+    if options:
+        if place + options + CONCAT.size > end:
+            raise reader.error(place, "options of a concatenation member run out of their table")
+        behind = max(behind, options + CONCAT.size, sum(reader.unpack(CONCAT, place + options, "options")))
+    place += (behind + 7) // 8 * 8
+    for _ in range(2):
+        if place + ELEMENT.size <= end and reader.unpack(_RECORD, place, "record")[1:] != (RECORD_MARK, stop):
+            place += 8
+    return place
+
+
+def _identifier(reader: Reader, start: int, offset: int, length: int, limit: int) -> str:
+    """The name stored `offset` bytes behind `start`; its length counts the NUL, or spaces, or neither."""
+    if not offset or not length or offset + length > limit:
+        return ""
+    return bytes(reader.view(start + offset, length)).rstrip(b"\0 ").decode("utf-8", "backslashreplace")

@@ -98,11 +98,14 @@ def _starts(file: Elf) -> tuple[list[str], Array]:
     for source, sh_type in ((1, elf.SHT_SYMTAB), (2, elf.SHT_DYNSYM)):
         table, strings = file.symbols(sh_type)
         kind = table["st_info"] & 0xF
-        table = table[((kind == elf.STT_FUNC) | (kind == elf.STT_GNU_IFUNC)) & (table["st_shndx"] != 0)]
+        wanted = ((kind == elf.STT_FUNC) | (kind == elf.STT_GNU_IFUNC)) & (table["st_shndx"] != 0)
+        table, section = table[wanted], file.section_indices(sh_type)[wanted]
         part = np.zeros(len(table), START)
         part["address"], part["size"], part["source"] = table["st_value"], table["st_size"], source
         if file.header.e_type == elf.ET_REL:
-            part["address"] += table["st_shndx"].astype(np.uint64) << np.uint64(SECTION_SHIFT)
+            # A value beyond the space of its section would be taken for a place in the next one.
+            inside = table["st_value"] < 1 << SECTION_SHIFT
+            part["address"] = np.where(inside, part["address"] + (section.astype(np.uint64) << SECTION_SHIFT), 0)
         part["name"] = np.arange(len(table)) + len(names)
         bind = table["st_info"] >> 4
         part["rank"] = np.select([bind == elf.STB_GLOBAL, bind == elf.STB_WEAK], [0, 1], 2)

@@ -6,6 +6,8 @@ import importlib.metadata
 import importlib.util
 import mmap
 import os
+import stat
+import struct
 import tempfile
 import zipfile
 import zlib
@@ -27,6 +29,11 @@ THIN_MAGIC = b"!<thin>\n"
 MAGICS = (ELF_MAGIC, AR_MAGIC, THIN_MAGIC, FATBIN_MAGIC.to_bytes(4, "little"), OLD_MAGIC.to_bytes(4, "little"))
 IN_MEMORY = 256 << 20  # a compressed wheel member up to this size is unpacked in memory, a larger one beside it
 _LOCAL_HEADER = Struct("<4s22xHH")
+# What Python's zipfile raises for damaged archives.
+_WHEEL_ERRORS = (
+    zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError, OSError, ValueError,
+    KeyError, OverflowError,
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +45,7 @@ class Input:
     path: str
     member: str | None = None
     is_named: bool = False  # the user named this very file, so an error in it is the user's error
+    error: str = ""  # why it cannot be read, where that was found while listing
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +72,8 @@ def discover(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
             found, other = _package(name, members)
         elif path.is_dir():
             found, other = _folder(path)
+        elif not path.is_file():
+            raise GpubloatError(f"{name} is neither a file nor a folder", "a pipe or a device cannot be scanned")
         elif _is_wheel(path):
             found, other = _wheel(path, path.name)
         else:
@@ -71,19 +81,22 @@ def discover(paths: Sequence[str | os.PathLike[str]]) -> Inputs:
         skipped += other
         for entry in found:
             if entry.member is None:
-                stat = os.stat(entry.path)
-                if (stat.st_dev, stat.st_ino) in seen:
+                place = _identity(entry.path)
+                if place in seen:
                     continue
-                seen.add((stat.st_dev, stat.st_ino))
-            files.append(entry)
+                seen |= {place} if place else set()
+            files.append(replace(entry, library=_text(entry.library), root=_text(entry.root)))
     return Inputs(_unique(files), skipped)
 
 
 def _resolve(name: str) -> tuple[Path, list[Path] | None]:
     """A path that exists, or the files of an installed package of that name."""
     path = Path(name)
-    if path.exists():
-        return path, None
+    try:
+        if path.exists():
+            return path, None
+    except OSError as error:
+        raise GpubloatError(f"{name}: {error.strerror}") from None
     if "/" not in name and os.sep not in name:
         try:
             listed = importlib.metadata.files(name) or []
@@ -102,33 +115,62 @@ def _resolve(name: str) -> tuple[Path, list[Path] | None]:
     )
 
 
+def _identity(path: str) -> tuple[int, int] | None:
+    try:
+        found = os.stat(path)
+    except OSError:  # the scan will say why
+        return None
+    return found.st_dev, found.st_ino
+
+
+def _text(name: str) -> str:
+    """A file name as text: Linux allows any bytes in it, tables hold UTF-8."""
+    return os.fsencode(name).decode("utf-8", "backslashreplace")
+
+
 def _is_wheel(path: Path) -> bool:
-    return path.suffix.lower() in (".whl", ".zip") and zipfile.is_zipfile(path)
+    return path.suffix.lower() in (".whl", ".zip") and _has_code(path, (b"PK",))
 
 
 def _folder(root: Path) -> tuple[list[Input], int]:
     found: list[Input] = []
     skipped = 0
-    for folder, folders, names in os.walk(root):
+    home = root.resolve().name or "/"
+    errors: list[OSError] = []
+    for folder, folders, names in os.walk(root, onerror=errors.append):
         folders.sort()
         for name in sorted(names):
             path = Path(folder, name)
-            if path.is_symlink() or not path.is_file():
+            if not _is_regular(path):
                 continue
             relative = path.relative_to(root).as_posix()
-            if path.suffix.lower() == ".whl" and zipfile.is_zipfile(path):
-                inner, other = _wheel(path, name)
-                found += [replace(i, library=f"{relative}/{i.member}") for i in inner]
-                skipped += other
+            if path.suffix.lower() == ".whl" and _is_wheel(path):
+                try:
+                    inner, other = _wheel(path, name)
+                    found += [replace(i, library=f"{relative}/{i.member}") for i in inner]
+                    skipped += other
+                except FormatError as error:
+                    found.append(Input(relative, home, str(path), error=error.detail))
             elif _has_code(path):
-                found.append(Input(relative, root.resolve().name or "/", str(path)))
+                found.append(Input(relative, home, str(path)))
             else:
                 skipped += 1
+    for error in errors:
+        relative, reason = Path(error.filename).relative_to(root).as_posix(), f"cannot be listed: {error.strerror}"
+        found.append(Input(relative, home, error.filename, error=reason))
     return found, skipped
 
 
+def _is_regular(path: Path) -> bool:
+    """A file, and no link to one. True if that cannot be told: the scan then says why."""
+    try:
+        return stat.S_ISREG(path.lstat().st_mode)
+    except OSError:
+        return True
+
+
 def _package(name: str, paths: list[Path]) -> tuple[list[Input], int]:
-    regular = sorted(p for p in paths if p.is_file() and not p.is_symlink())
+    regular = sorted(p for p in paths if p.exists() and _is_regular(p))
     with_code = [p for p in regular if _has_code(p)]
     home = Path(os.path.commonpath([p.parent.resolve() for p in with_code])) if with_code else Path()
     site = next((p for p in [home, *home.parents] if p.name in ("site-packages", "dist-packages")), home)
@@ -140,34 +182,47 @@ def _package(name: str, paths: list[Path]) -> tuple[list[Input], int]:
     return found, len(regular) - len(with_code)
 
 
-def _has_code(path: Path) -> bool:
+def _has_code(path: Path, magics: tuple[bytes, ...] = MAGICS) -> bool:
+    """Whether the file starts with one of `magics`. True if it cannot be read: the scan then says why."""
     try:
         with path.open("rb") as file:
-            return file.read(8).startswith(MAGICS)
+            return file.read(8).startswith(magics)
     except OSError:
-        return False
+        return True
 
 
 def _wheel(path: Path, root: str) -> tuple[list[Input], int]:
     found, skipped = [], 0
     try:
         with zipfile.ZipFile(path) as wheel:
-            for info in sorted(wheel.infolist(), key=lambda i: i.filename):
+            # Of two members with one name, the later one is what unpacking the wheel leaves.
+            for _, info in sorted({i.filename: i for i in wheel.infolist()}.items()):
                 if info.is_dir():
                     continue
                 # Only what can hold code is opened: reading the first bytes of 10,000 .py members costs seconds.
                 if PurePosixPath(info.filename).suffix in (".py", ".pyi", ".h", ".hpp", ".cuh", ".txt", ".json", ".md"):
                     skipped += 1
                     continue
-                with wheel.open(info) as member:
+                with _member(wheel, info) as member:
                     has_code = member.read(8).startswith(MAGICS)
                 if has_code:
                     found.append(Input(info.filename, root, str(path), info.filename))
                 else:
                     skipped += 1
-    except (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, OSError, ValueError) as error:
-        raise FormatError(path.name, 0, f"the wheel cannot be read: {error}", "download it again") from None
+    except _WHEEL_ERRORS as error:
+        raise FormatError(_text(path.name), 0, f"the wheel cannot be read: {error}", "download it again") from None
     return found, skipped
+
+
+def _member(wheel: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
+    """A member to read from. Wheels are stored or deflated; the sizes are checked as far as they can be."""
+    if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+        raise zipfile.BadZipFile(f"{info.filename} is compressed by method {info.compress_type}")
+    # Deflate packs 1032 to 1 at most: a larger claim is a lie, refused before memory is taken for it.
+    most = info.compress_size if info.compress_type == zipfile.ZIP_STORED else 1032 * info.compress_size + 1024
+    if info.file_size > most:
+        raise zipfile.BadZipFile(f"{info.filename} claims {info.file_size} bytes, which cannot be")
+    return wheel.open(info)
 
 
 def _unique(files: list[Input]) -> list[Input]:
@@ -194,49 +249,54 @@ def _unique(files: list[Input]) -> list[Input]:
 def opened(entry: Input) -> Iterator[Reader]:
     """The bytes of one input, mapped. A stored wheel member is mapped in place, a compressed one unpacked first."""
     try:
-        with open(entry.path, "rb") as file:
-            if entry.member is None:
-                yield _mapped(entry.library, file, 0, os.fstat(file.fileno()).st_size)
-                return
-            with zipfile.ZipFile(file) as wheel, wheel.open(entry.member) as member:
-                info = wheel.getinfo(entry.member)
-                if info.compress_type == zipfile.ZIP_STORED:
-                    file.seek(info.header_offset)
-                    _, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
-                    start = info.header_offset + _LOCAL_HEADER.size + name + extra
-                    yield _mapped(entry.library, file, start, info.file_size)
-                    return
-                # Deflate packs 1032 to 1 at most: a larger claim is a lie, refused before memory is taken for it.
-                if info.file_size > 1032 * info.compress_size + 1024:
-                    raise zipfile.BadZipFile(f"{entry.member} claims {info.file_size} bytes, which cannot be")
-                yield from _unpacked(entry.library, member, info.file_size)
-    except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, KeyError, EOFError, OSError) as error:
+        if entry.error:
+            raise FormatError(entry.library, 0, entry.error)
+        reader = _reader(entry)
+    except _WHEEL_ERRORS as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else error
         raise FormatError(entry.library, 0, f"cannot be read: {reason}") from None
+    yield reader
+
+
+def _reader(entry: Input) -> Reader:
+    with open(entry.path, "rb") as file:
+        size = os.fstat(file.fileno()).st_size
+        if entry.member is None:
+            return _mapped(entry.library, file, 0, size)
+        with zipfile.ZipFile(file) as wheel:
+            info = wheel.getinfo(entry.member)
+            with _member(wheel, info) as member:
+                if info.compress_type != zipfile.ZIP_STORED:
+                    return _unpacked(entry.library, member, info.file_size)
+                file.seek(info.header_offset)
+                _, name, extra = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
+                start = info.header_offset + _LOCAL_HEADER.size + name + extra
+                if start + info.file_size > size:
+                    raise zipfile.BadZipFile(f"{entry.member} runs out of the wheel")
+                return _mapped(entry.library, file, start, info.file_size)
 
 
 def _mapped(name: str, file: IO[bytes], start: int, size: int) -> Reader:
     if not size:
         return Reader(name, b"")
+    # The map lives as long as the reader, also when the file is closed (and, without a name, gone).
     return Reader(name, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ), start, size)
 
 
-def _unpacked(name: str, member: IO[bytes], size: int) -> Iterator[Reader]:
+def _unpacked(name: str, member: IO[bytes], size: int) -> Reader:
     """Unpack `member` into memory, or into an unnamed temporary file when it is large, so that pages can be dropped."""
     if not size:
-        yield Reader(name, b"")
-    elif size <= IN_MEMORY:
-        with mmap.mmap(-1, size) as memory:
-            _copy(member, memory, size)
-            reader = Reader(name, memory)
-            reader.map = None  # its pages have no file behind them and must not be dropped
-            yield reader
-            reader.data.release()
-    else:
-        with tempfile.TemporaryFile() as file:
-            _copy(member, file, size)
-            file.flush()
-            yield _mapped(name, file, 0, size)
+        return Reader(name, b"")
+    if size <= IN_MEMORY:
+        memory = mmap.mmap(-1, size)
+        _copy(member, memory, size)
+        reader = Reader(name, memory)
+        reader.map = None  # its pages have no file behind them and must not be dropped
+        return reader
+    with tempfile.TemporaryFile() as file:
+        _copy(member, file, size)
+        file.flush()
+        return _mapped(name, file, 0, size)
 
 
 def _copy(member: IO[bytes], target: IO[bytes] | mmap.mmap, size: int) -> None:

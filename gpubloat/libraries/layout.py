@@ -28,11 +28,12 @@ class Span(NamedTuple):
 
 def spans(reader: Reader, elf: Elf | None, found: Found) -> list[Span]:
     """Disjoint spans in file order that cover [0, file size). Earlier layers win over later ones."""
-    gpu = [(r.offset, r.offset + r.size) for r in found.regions] + [(a, a + n) for a, n in found.cubins]
+    gpu = [(r.offset, r.offset + r.size) for r in found.regions] + [(c.offset, c.offset + c.size) for c in found.cubins]
     sections = [] if elf is None else [s for s in elf.sections if s.file_size]
     layers = [
-        _headers(elf),
+        # First, so that the elements add up to the GPU code also where a crafted file has headers inside a region.
         [Span(a, b, "", "gpu_code") for a, b in gpu],
+        _headers(elf),
         [Span(s.sh_offset, s.sh_offset + s.file_size, s.name, label(s)) for s in sections],
         _segments(elf),
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+from dataclasses import dataclass
 from struct import Struct
 from typing import Any
 
@@ -10,6 +11,17 @@ import numpy as np
 import numpy.typing as npt
 
 from gpubloat.errors import FormatError
+
+Range = tuple[int, int]  # [start, stop) in a file
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """Something found that could not be read or understood: a row of the table `problems`."""
+
+    offset: int
+    problem: str
+    detail: str
 
 
 class Reader:
@@ -35,11 +47,12 @@ class Reader:
         self.size = len(self.data) - base if size is None else size
 
     def error(self, offset: int, message: str, hint: str | None = None) -> FormatError:
-        return FormatError(self.path, offset, message, hint)
+        # A field can point anywhere; the place of the error is in the file.
+        return FormatError(self.path, min(max(offset, 0), self.size), message, hint)
 
     def _at(self, offset: int, size: int, what: str) -> int:
         if offset < 0 or size < 0 or offset + size > self.size:
-            raise self.error(max(offset, 0), f"{what} of {size} bytes does not fit into the file of {self.size} bytes")
+            raise self.error(offset, f"{what} of {size} bytes does not fit into the file of {self.size} bytes")
         return self.base + offset
 
     def unpack(self, layout: Struct, offset: int, what: str) -> tuple[Any, ...]:

@@ -7,43 +7,34 @@ and a hit counts only if the whole chain of elements behind it is consistent.
 
 from __future__ import annotations
 
+from bisect import bisect_right, insort
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from struct import Struct
 
 import numpy as np
 
 from gpubloat.errors import FormatError
-from gpubloat.libraries import cubin, fatbin
-from gpubloat.libraries.elf import ET_REL, SHT_NOBITS, Elf
+from gpubloat.libraries import fatbin, hostdata
+from gpubloat.libraries.elf import ET_REL, SHT_PROGBITS, Elf
 from gpubloat.libraries.fatbin import Region
-from gpubloat.libraries.reader import Reader
+from gpubloat.libraries.hostdata import CHUNK, RELEASE, RawCubin
+from gpubloat.libraries.reader import Problem, Range, Reader
 
-CHUNK = 1 << 20
-RELEASE = 32 << 20  # bytes searched between two releases of mapped pages
-MAX_REGIONS = 1 << 20
+MAX_REGIONS = 1 << 18  # cuBLASLt, the library with most of them, has 2,782
 NAMED = (".nv_fatbin", "__nv_relfatbin", ".hip_fatbin")
-WRAPPER = Struct("<IIQQ")
+WRAPPER = np.dtype([("magic", "<u4"), ("version", "<u4"), ("data", "<u8"), ("list", "<u8")])
 WRAPPER_MAGIC = 0x466243B1
-CUBIN_IDENT = b"\x7fELF\x02\x01\x01"
-_CLAIMS = {b"\x28\xb5\x2f\xfd": "zstd", b"\xfd7zXZ\x00": "xz", b"\x1f\x8b\x08": "gzip", b"7z\xbc\xaf\x27\x1c": "7z"}
+_UPX = b"UPX!"
 _U64 = Struct("<Q")
-
-
-@dataclass(frozen=True, slots=True)
-class Problem:
-    """Something found that could not be read or understood: a row of the table `problems`."""
-
-    offset: int
-    problem: str
-    detail: str
 
 
 @dataclass(slots=True)
 class Found:
-    """All regions in file order, raw cubins as (offset, size), the regions that wrappers point at, and problems."""
+    """All regions in file order, raw cubins, the offsets that wrappers point at, and problems."""
 
     regions: list[Region] = field(default_factory=list)
-    cubins: list[tuple[int, int]] = field(default_factory=list)
+    cubins: list[RawCubin] = field(default_factory=list)
     wrapped: set[int] = field(default_factory=set)
     problems: list[Problem] = field(default_factory=list)
 
@@ -51,77 +42,131 @@ class Found:
 def find(reader: Reader, elf: Elf | None) -> Found:
     """Search a file. `elf` is its ELF view, or None for other bytes."""
     found = Found()
-    named = [(s.sh_offset, s.sh_offset + s.file_size) for n in NAMED for s in elf.named(n)] if elf else []
-    _search_regions(reader, named, found)
+    named = _merged([(s.sh_offset, s.sh_offset + s.file_size) for n in NAMED for s in elf.named(n)]) if elf else []
+    trials = _Trials(reader)
+    _search_regions(reader, named, trials, found)
     if elf is not None:
-        _follow_wrappers(reader, elf, found)
-    found.regions.sort(key=lambda r: r.offset)
+        _follow_wrappers(reader, elf, trials, found)
     _explain_rest(reader, named, found)
-    _search_data(reader, elf, found)
+    found.cubins, problems = hostdata.search(reader, _data_places(reader, elf, found))
+    found.problems += problems
+    if elf is not None and not elf.sections:
+        at = bytes(reader.view(0, min(CHUNK, reader.size))).find(_UPX)
+        if at >= 0:
+            found.problems.append(Problem(at, "packed", "packed with UPX: the content was not analysed"))
     return found
 
 
-def _search_regions(reader: Reader, named: list[tuple[int, int]], found: Found) -> None:
-    at = wasted = released = 0
-    while at + 8 <= reader.size:
-        # Regions follow each other: look at the next place first, search only where there is none.
-        window = reader.view(at, min(CHUNK, (reader.size - at) // 8 * 8))
-        if _U64.unpack_from(window)[0] == fatbin.SIGNATURE:
-            hits = [0]
-        else:
-            words = np.frombuffer(window, np.uint8)
-            if words.ctypes.data % 8:
-                words = words.copy()
-            hits = (np.flatnonzero(words.view("<u8") == fatbin.SIGNATURE) * 8).tolist()
-        stop = at + len(window)
-        for hit in hits:
-            place = at + hit if hit else at
-            if found.regions and place < found.regions[-1].offset + found.regions[-1].size:
+class _Trials:
+    """Try to read regions. What failed tries cost together is bounded: nested false headers, each with a long chain
+    of elements behind it, would take time that is quadratic in the size of the file."""
+
+    def __init__(self, reader: Reader) -> None:
+        self.reader = reader
+        self.left = 2 * reader.size + CHUNK
+
+    def region(self, offset: int) -> Region | FormatError:
+        try:
+            return fatbin.region(self.reader, offset)
+        except FormatError as error:
+            self.charge(offset, error.offset - offset)
+            return error
+
+    def charge(self, offset: int, size: int) -> None:
+        self.left -= size + 64
+        if self.left < 0:
+            raise self.reader.error(offset, "more false fatbin headers than a real file can have")
+
+
+def _merged(ranges: list[Range]) -> list[Range]:
+    """Sorted and disjoint ranges that cover the same bytes."""
+    result: list[Range] = []
+    for start, stop in sorted(ranges):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        elif stop > start:
+            result.append((start, stop))
+    return result
+
+
+def _holds(ranges: list[Range], offset: int) -> bool:
+    index = bisect_right(ranges, (offset, 1 << 64)) - 1
+    return index >= 0 and offset < ranges[index][1]
+
+
+def _gaps(spans: list[Range], places: list[Range]) -> Iterator[Range]:
+    """What `spans` leave of `places`; both are sorted and disjoint."""
+    stops = [stop for _, stop in spans]
+    for at, end in places:
+        index = bisect_right(stops, at)
+        while index < len(spans) and spans[index][0] < end:
+            if spans[index][0] > at:
+                yield at, spans[index][0]
+            at = spans[index][1]
+            index += 1
+        if at < end:
+            yield at, end
+
+
+def _search_regions(reader: Reader, named: list[Range], trials: _Trials, found: Found) -> None:
+    start = at = released = 0  # `at`: no region can start before it any more
+    while start + 8 <= reader.size:
+        # Regions follow each other: look at the very next place first, and search only where there is none.
+        is_next = reader.unpack(_U64, start, "word")[0] == fatbin.SIGNATURE
+        stop = start + (8 if is_next else CHUNK)
+        for place in [start] if is_next else _signatures(reader, start):
+            if place < at:
+                continue  # inside a region
+            region = trials.region(place)
+            if isinstance(region, FormatError):
+                if _holds(named, place):
+                    found.problems.append(Problem(region.offset, "unreadable", region.detail))
                 continue
-            try:
-                found.regions.append(fatbin.region(reader, place))
-            except FormatError as error:
-                wasted += error.offset - place + 64
-                if wasted > 2 * reader.size + CHUNK:
-                    raise reader.error(place, "more false fatbin headers than a real file can have") from None
-                if any(a <= place < b for a, b in named):
-                    found.problems.append(Problem(error.offset, "unreadable", error.detail))
-                if hits == [0] and hit == 0:
-                    stop = at + 8
-                continue
+            found.regions.append(region)
             if len(found.regions) > MAX_REGIONS:
                 raise reader.error(place, f"more than {MAX_REGIONS} fatbin regions")
-            stop = max(found.regions[-1].offset + found.regions[-1].size, stop if len(hits) > 1 else 0)
-            stop = (stop + 7) // 8 * 8
-            if hits == [0]:
-                break
-        if stop - released > RELEASE:
+            at = (place + region.size + 7) // 8 * 8
+        start = max(stop, at)
+        if start - released > RELEASE:
             reader.release()
-            released = stop
-        at = stop
+            released = start
 
 
-def _follow_wrappers(reader: Reader, elf: Elf, found: Found) -> None:
+def _signatures(reader: Reader, start: int) -> list[int]:
+    """Multiples of 8 in the chunk at `start` that hold the first 8 bytes of a region header."""
+    window = np.frombuffer(reader.view(start, min(CHUNK, (reader.size - start) // 8 * 8)), np.uint8)
+    if window.ctypes.data % 8:  # a member of an archive can lie anywhere
+        window = window.copy()
+    return [start + 8 * hit for hit in np.flatnonzero(window.view("<u8") == fatbin.SIGNATURE).tolist()]
+
+
+def _follow_wrappers(reader: Reader, elf: Elf, trials: _Trials, found: Found) -> None:
     """Match the wrappers of `.nvFatBinSegment` (versions 1 and 2) with the regions, both ways."""
     if elf.header.e_type == ET_REL:
         return  # the pointers are not filled in yet
     known = {r.offset for r in found.regions}
+    tried: set[int] = set()
+    lists: set[int] = set()
     for section in elf.named(".nvFatBinSegment"):
-        for at in range(section.sh_offset, section.sh_offset + section.sh_size - WRAPPER.size + 1, WRAPPER.size):
-            magic, version, pointer, second = reader.unpack(WRAPPER, at, "fatbin wrapper")
-            if magic != WRAPPER_MAGIC:
-                continue
+        table = reader.array(WRAPPER, section.sh_offset, section.sh_size // WRAPPER.itemsize, "fatbin wrappers")
+        rows = np.flatnonzero(table["magic"] == WRAPPER_MAGIC)
+        if len(rows) > MAX_REGIONS:
+            raise reader.error(section.sh_offset, f"more than {MAX_REGIONS} fatbin wrappers")
+        for row in rows.tolist():
+            at = section.sh_offset + row * WRAPPER.itemsize
+            address = section.sh_addr + row * WRAPPER.itemsize
+            _, version, pointer, second = table[row].tolist()
             if version not in (1, 2):
                 found.problems.append(Problem(at, "unknown_version", f"fatbin wrapper of version {version}"))
                 continue
-            address = section.sh_addr + at - section.sh_offset
             pointers = [_pointer(elf, pointer, address + 8)]
             if version == 2:
-                pointers += _prelinked(reader, elf, _pointer(elf, second, address + 16))
+                pointers += _prelinked(reader, elf, _pointer(elf, second, address + 16), lists)
             for target in elf.file_offsets(np.array(pointers, np.uint64)).tolist():
-                if target not in known and target >= 0 and (region := fatbin.is_region(reader, target)):
-                    found.regions.append(region)
-                    known.add(target)
+                if target >= 0 and target not in known and target not in tried:
+                    tried.add(target)
+                    if _add_region(trials, target, found):
+                        known.add(target)
                 if target in known:
                     found.wrapped.add(target)
                 else:
@@ -129,19 +174,37 @@ def _follow_wrappers(reader: Reader, elf: Elf, found: Found) -> None:
                     found.problems.append(Problem(at, "wrapper_without_region", detail))
 
 
+def _add_region(trials: _Trials, offset: int, found: Found) -> bool:
+    """Add the region at `offset`, which the search has missed (it is not aligned), unless it overlaps another."""
+    region = trials.region(offset)
+    if isinstance(region, FormatError):
+        return False
+    index = bisect_right(found.regions, offset, key=lambda r: r.offset)
+    overlaps = index > 0 and found.regions[index - 1].offset + found.regions[index - 1].size > offset
+    if overlaps or (index < len(found.regions) and found.regions[index].offset < offset + region.size):
+        trials.charge(offset, region.size)
+        return False
+    insort(found.regions, region, key=lambda r: r.offset)
+    return True
+
+
 def _pointer(elf: Elf, value: int, place: int) -> int:
     """A pointer in the file: the bytes if the linker filled them in, else the addend of its relocation."""
     if value:
         return value
     places, addends = elf.relative_addends
-    index = int(np.searchsorted(places, place))
+    index = int(np.searchsorted(places, np.uint64(place)))
     return max(int(addends[index]), 0) if index < len(places) and int(places[index]) == place else 0
 
 
-def _prelinked(reader: Reader, elf: Elf, address: int) -> list[int]:
-    """Wrapper version 2: a null-ended array of pointers to regions that are input of the device linker."""
+def _prelinked(reader: Reader, elf: Elf, address: int, seen: set[int]) -> list[int]:
+    """Wrapper version 2: a null-ended array of pointers to regions that are input of the device linker.
+
+    Places in `seen` were read for another wrapper and are not read again.
+    """
     found: list[int] = []
-    while address and len(found) < MAX_REGIONS:
+    while address and address not in seen and len(seen) < MAX_REGIONS:
+        seen.add(address)
         offset = int(elf.file_offsets(np.array([address], np.uint64))[0])
         if offset < 0 or offset + 8 > reader.size:
             break
@@ -153,76 +216,34 @@ def _prelinked(reader: Reader, elf: Elf, address: int) -> list[int]:
     return found
 
 
-def _gaps(spans: list[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
-    """What `spans` (sorted, disjoint) leave of [start, stop)."""
-    left, at = [], start
-    for a, b in spans:
-        if b <= start or a >= stop:
-            continue
-        if a > at:
-            left.append((at, a))
-        at = max(at, b)
-    if at < stop:
-        left.append((at, stop))
-    return left
-
-
-def _explain_rest(reader: Reader, named: list[tuple[int, int]], found: Found) -> None:
+def _explain_rest(reader: Reader, named: list[Range], found: Found) -> None:
     """Bytes of the fatbin sections that belong to no region: say what they are, once for each gap."""
     spans = [(r.offset, r.offset + r.size) for r in found.regions]
     seen = {p.offset for p in found.problems}
-    for start, stop in named:
-        for a, b in _gaps(spans, start, stop):
-            a += -a % 8
-            if b - a < 16 or a in seen or not np.frombuffer(reader.view(a, b - a), np.uint8).any():
-                continue
-            try:
-                fatbin.region(reader, a)
-            except FormatError as error:
-                old = _U64.unpack_from(reader.view(a, 8))[0] & 0xFFFFFFFF == fatbin.OLD_MAGIC
-                kind = "old_magic" if old else "unknown_version" if "version" in error.detail else "unreadable"
-                found.problems.append(Problem(a, kind, f"{b - a} bytes of a fatbin section: {error.detail}"))
+    for a, b in _gaps(spans, named):
+        a += -a % 8
+        if b - a < 16 or a in seen or not np.frombuffer(reader.view(a, b - a), np.uint8).any():
+            continue
+        try:
+            fatbin.region(reader, a)
+        except FormatError as error:
+            old = _U64.unpack_from(reader.view(a, 8))[0] & 0xFFFFFFFF == fatbin.OLD_MAGIC
+            kind = "old_magic" if old else "unknown_version" if "version" in error.detail else "unreadable"
+            found.problems.append(Problem(a, kind, f"{b - a} bytes of a fatbin section: {error.detail}"))
 
 
-def _search_data(reader: Reader, elf: Elf | None, found: Found) -> None:
-    """Raw cubins in host data, at any alignment, and data in a general compression format.
-
-    Executable sections are left out: instruction bytes imitate both.
-    """
+def _data_places(reader: Reader, elf: Elf | None, found: Found) -> list[Range]:
+    """Where host data is: not in regions, nor in executable sections (instruction bytes imitate anything), nor in
+    debug data and names."""
     spans = [(r.offset, r.offset + r.size) for r in found.regions]
-    if elf is not None and elf.sections:
-        skip = (".debug", ".eh_frame", ".comment", ".strtab", ".shstrtab", ".note")
-        places = [
-            (s.sh_offset, s.sh_offset + s.file_size)
-            for s in elf.sections
-            if s.sh_type != SHT_NOBITS and s.sh_type == 1 and not s.is_code and not s.name.startswith(skip)
-        ]
-    else:
-        places = [(1, reader.size)]
-    failures = 0
-    for start, stop in sorted(set(places)):
-        for a, b in _gaps(spans, start, stop):
-            for hit in _hits(reader, CUBIN_IDENT, a, b):
-                if found.cubins and hit < sum(found.cubins[-1]):
-                    continue
-                size = cubin.extent(reader, hit)
-                if size is not None:
-                    found.cubins.append((hit, size))
-                    continue
-                failures += 1
-                if failures > 10_000:
-                    raise reader.error(hit, "more false cubin headers than a real file can have")
-
-
-def _hits(reader: Reader, needle: bytes, start: int, stop: int) -> list[int]:
-    """Offsets of `needle` in [start, stop), found chunk by chunk."""
-    found = []
-    for at in range(start, stop, CHUNK):
-        data = bytes(reader.view(at, min(CHUNK + len(needle) - 1, stop - at)))
-        index = data.find(needle)
-        while index >= 0:
-            found.append(at + index)
-            index = data.find(needle, index + 1)
-        if (at - start) % RELEASE == 0:
-            reader.release()
-    return found
+    if elf is None:
+        return list(_gaps(spans, [(0, reader.size)]))
+    if not elf.sections:
+        return list(_gaps(spans, [(1, reader.size)]))  # the ELF header itself is no find
+    skip = (".debug", ".eh_frame", ".comment", ".strtab", ".shstrtab", ".note", ".gnu_debugdata")
+    places = [
+        (s.sh_offset, s.sh_offset + s.sh_size)
+        for s in elf.sections
+        if s.sh_type == SHT_PROGBITS and not s.is_code and not s.name.startswith(skip)
+    ]
+    return list(_gaps(spans, _merged(places)))

@@ -14,11 +14,12 @@ from typing import Any
 import pandas as pd
 
 from gpubloat.errors import FormatError
-from gpubloat.libraries import archive, contents, elf, fatbin, functions, inputs, layout, regions
+from gpubloat.libraries import archive, contents, elf, fatbin, functions, hostdata, inputs, layout, regions
 from gpubloat.libraries.contents import Code
 from gpubloat.libraries.elf import Elf
-from gpubloat.libraries.fatbin import Element
+from gpubloat.libraries.fatbin import Element, Region
 from gpubloat.libraries.functions import Counts
+from gpubloat.libraries.hostdata import RELEASE, RawCubin
 from gpubloat.libraries.inputs import Input
 from gpubloat.libraries.reader import Reader
 from gpubloat.run import Run, RunWriter, provenance
@@ -163,6 +164,9 @@ def _tables(entry: Input, reader: Reader, options: Options) -> Tables:
     else:
         form = _object(reader, file)
     if form == "raw" and not file.regions:
+        for offset, problem, detail in file.problems:
+            if offset == 0 and problem == "compressed_data":
+                raise reader.error(0, detail, "unpack it first, and scan what comes out")
         hint = "give an ELF library, an archive, a fatbin, a cubin, a wheel or a folder"
         raise reader.error(0, "no ELF file, and no fatbin inside", hint)
     digest = _sha256(reader) if options.digests else ""
@@ -189,7 +193,7 @@ def _object(reader: Reader, file: _File, prefix: str = "", base: int = 0) -> str
     view = Elf(reader) if head == elf.MAGIC else None
     if view is not None and view.header.e_machine == elf.EM_CUDA:
         form, view = "cubin", None
-        found = regions.Found(cubins=[(0, reader.size)])
+        found = regions.Found(cubins=[hostdata.whole(reader)])
     else:
         form = "elf" if view else "fatbin" if head in inputs.MAGICS[3:] else "raw"
         if form == "fatbin":
@@ -197,6 +201,7 @@ def _object(reader: Reader, file: _File, prefix: str = "", base: int = 0) -> str
         found = regions.find(reader, view)
     spans = layout.spans(reader, view, found)
     cpu = functions.read(view, file.library, prefix, base) if view is not None and file.options.functions else None
+    misaligned = [] if view is None else view.misaligned_segments()
     holders = [] if view is None else sorted((s.sh_offset, s.sh_offset + s.file_size, s.name) for s in view.sections)
     _add_regions(reader, file, found, lambda offset: prefix + layout.section_at(holders, offset), base)
     file.spans += [(a + base, b + base, prefix + section, label) for a, b, section, label in spans]
@@ -206,6 +211,8 @@ def _object(reader: Reader, file: _File, prefix: str = "", base: int = 0) -> str
         file.counts.append(cpu[1])
     if view is not None:
         file.build_id = view.build_id()
+        detail = "PT_LOAD whose address and offset differ within a page: the loader refuses the file"
+        file.problems += [(at + base, "misaligned_segment", detail) for at in misaligned]
     return form
 
 
@@ -214,28 +221,25 @@ def _add_regions(
 ) -> None:
     pieces: list[Code] = []
     released = 0
-    everything = [(r.offset, r) for r in found.regions] + [(a, size) for a, size in found.cubins]
-    for offset, thing in sorted(everything, key=lambda e: e[0]):
-        number = len(file.regions)
-        section = section_at(offset)
-        if offset - released > regions.RELEASE:
+    things: list[Region | RawCubin] = [*found.regions, *found.cubins]
+    for thing in sorted(things, key=lambda t: t.offset):
+        number, at = len(file.regions), thing.offset + base
+        section = section_at(thing.offset)
+        if thing.offset - released > RELEASE:
             reader.release()
-            released = offset
-        if isinstance(thing, int):
-            piece = Code(number, 0, offset, thing, None)
-            target = contents.raw_target(reader, piece)
-            file.regions.append((number, section, offset + base, thing, 1, False, True))
-            digest = _digest(reader, offset, thing, file.options)
-            row = (0, None, "cubin", fatbin.CUBIN, target, "", offset + base, 0, thing, thing, "none", 0, digest)
-            file.elements.append((section, number, *row))
-            pieces.append(piece)
+            released = thing.offset
+        if isinstance(thing, RawCubin):
+            file.regions.append((number, section, at, thing.size, 1, False, True))
+            digest = _digest(reader, thing.offset, thing.size, file.options)
+            sizes = (at, 0, thing.size, thing.uncompressed_size, thing.compression)
+            file.elements.append((section, number, 0, None, "cubin", fatbin.CUBIN, thing.target, "", *sizes, 0, digest))
+            pieces.append(Code(number, 0, thing))
             continue
-        wrapped = thing.offset in found.wrapped
-        file.regions.append((number, section, offset + base, thing.size, len(thing.elements), wrapped, False))
+        is_wrapped = thing.offset in found.wrapped
+        file.regions.append((number, section, at, thing.size, len(thing.elements), is_wrapped, False))
         for index, element in enumerate(thing.elements):
-            pieces.append(Code(number, index, element.offset, element.stored_size, element))
-            for row in _element_rows(reader, file, index, element, base):
-                file.elements.append((section, number, *row))
+            pieces.append(Code(number, index, element))
+            file.elements += [(section, number, *row) for row in _element_rows(reader, file, index, element, base)]
     if file.options.kernels:
         _add_contents(reader, file, pieces, base)
 
@@ -259,11 +263,11 @@ def _element_rows(reader: Reader, file: _File, index: int, e: Element, base: int
         e.flags, digest,
     )  # fmt: skip
     for number, m in enumerate(inside):
-        yield (index, number, m.kind, m.kind_code, m.target, "", at, 0, 0, m.size, e.compression, m.flags, "")
+        yield (index, number, m.kind, m.kind_code, m.target, m.identifier, at, 0, 0, m.size, e.compression, m.flags, "")
 
 
 def _add_contents(reader: Reader, file: _File, pieces: list[Code], base: int) -> None:
-    offsets = {(p.region, p.index): p.offset for p in pieces}
+    offsets = {(p.region, p.index): p.code.offset for p in pieces}
     for read in contents.read_all(reader, pieces, file.options.threads):
         key = (read.region, read.index, read.member, read.target)
         if read.error is not None:
@@ -342,7 +346,7 @@ def _count(elements: pd.DataFrame, kernels: pd.DataFrame) -> list[int]:
 def _unreadable(entry: Input, error: FormatError) -> Tables:
     """A file of a folder that breaks its format: its size is still accounted for."""
     try:
-        size = os.stat(entry.path).st_size if entry.member is None else 0
+        size = os.path.getsize(entry.path) if entry.member is None and os.path.isfile(entry.path) else 0
     except OSError:
         size = 0
     library: dict[str, Any] = dict.fromkeys(TABLES["libraries"].to_schema().columns, 0)

@@ -52,9 +52,10 @@ def code_bars(shares: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.barh(at, width, left=left, color=color, hatch=hatch, edgecolor="white", linewidth=0.4, label=label)
         left += width
     for y, (total, share) in enumerate(zip(left, shares["gpu_code_frac"], strict=True)):
-        ax.text(total + left.max() * 0.01, y, f"{share:.0%} GPU", va="center", fontsize=6.5)
+        if share >= 0.005:
+            ax.text(total + left.max() * 0.01, y, f"{share:.0%} GPU", va="center", fontsize=6.5)
     ax.set_yticks(at, [short(n) for n in shares["library"]])
-    ax.invert_yaxis()
+    ax.set_ylim(len(shares) - 0.4, -0.6)
     ax.set_xlim(0, left.max() * 1.12 if len(left) else 1)
     ax.set_xlabel("file size (MB)")
     ax.legend(loc="lower right")
@@ -75,7 +76,7 @@ def label_bars(labels: pd.DataFrame, *, ax: Axes | None = None, min_frac: float 
         ax.barh(range(len(share)), values, left=left, color=color, edgecolor="white", linewidth=0.3, label=label)
         left += values
     ax.set_yticks(range(len(share)), [short(n) for n in share.index])
-    ax.invert_yaxis()
+    ax.set_ylim(len(share) - 0.4, -0.6)
     ax.set_xlim(0, 100)
     ax.set_xlabel("share of the file (%)")
     names = [t.replace("_", " ") for t in ax.get_legend_handles_labels()[1]]
@@ -84,11 +85,17 @@ def label_bars(labels: pd.DataFrame, *, ax: Axes | None = None, min_frac: float 
 
 
 def target_heatmap(by_target: pd.DataFrame, *, ax: Axes | None = None, value: str = "stored_bytes") -> Axes:
-    """Bytes by library (rows) and target (columns), logarithmic colours, MB written into the cells."""
+    """Bytes by library (rows) and target (columns), logarithmic colours, MB written into the cells.
+
+    Cubins have a column per target; PTX and LTO-IR, which are no GPU's own code, have one each.
+    """
     ax = plt.gca() if ax is None else ax
     table = by_target[by_target["target"] != ""]
-    columns = list(dict.fromkeys(table.sort_values("target", key=lambda c: c.map(_number))["target"]))
-    wide = table.pivot_table(index="library", columns="target", values=value, aggfunc="sum")[columns]
+    names = table["target"].mask(table["kind"].isin(["ptx", "relocatable_ptx"]), "PTX")
+    table = table.assign(column=names.mask(table["kind"] == "lto_ir", "LTO-IR"))
+    wide = table.pivot_table(index="library", columns="column", values=value, aggfunc="sum")
+    columns = sorted(set(table["column"]), key=_number)
+    wide = wide[columns]
     wide = wide.loc[wide.sum(axis=1).sort_values(ascending=False).index] / MB
     return _heatmap(ax, wide, "MB")
 
@@ -99,7 +106,7 @@ def loadable_heatmap(loadable: pd.DataFrame, *, name: str = "library", ax: Axes 
     order = loadable.groupby(name)["stored_bytes"].max().sort_values(ascending=False).index
     wide = loadable.pivot(index=name, columns="gpu", values="loadable_bytes")
     total = loadable.pivot(index=name, columns="gpu", values="stored_bytes")
-    columns = sorted(wide.columns, key=_number)
+    columns = sorted(set(loadable["gpu"]), key=_number)
     wide, total = wide.loc[order, columns], total.loc[order, columns]
     share = (wide / total.clip(lower=1)).to_numpy(float)
     image = ax.imshow(share, cmap=MAGNITUDE, vmin=0, vmax=1, aspect="auto")
@@ -137,20 +144,22 @@ def pareto(curve: pd.DataFrame, *, ax: Axes | None = None, level: float = 0.9) -
 
 
 def _number(text: str) -> tuple[int, str]:
+    """Sort key of a target name."""
     digits = "".join(c for c in text if c.isdigit())
-    return (int(digits) if digits else 0, text)
+    return (int(digits) if digits else 10**6, text)  # PTX and LTO-IR last
 
 
 def _heatmap(ax: Axes, wide: pd.DataFrame, unit: str) -> Axes:
     values = wide.to_numpy(float)
     shown = np.log10(np.where(values > 0, np.maximum(values, 0.01), np.nan))
-    image = ax.imshow(shown, cmap=MAGNITUDE, aspect="auto", vmin=-2)
-    _write_cells(ax, values, shown > np.nanmax(shown) * 0.55 if np.isfinite(shown).any() else shown > 0)
+    top = float(np.nanmax(shown)) if np.isfinite(shown).any() else 0.0
+    image = ax.imshow(shown, cmap=MAGNITUDE, aspect="auto", vmin=-2, vmax=top)
+    _write_cells(ax, values, (shown + 2) / (top + 2) > 0.6)
     ax.set_xticks(range(wide.shape[1]), wide.columns, rotation=60, ha="right", rotation_mode="anchor")
     ax.set_yticks(range(wide.shape[0]), [short(n) for n in wide.index])
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
-    ticks = np.arange(-2, np.ceil(np.nanmax(shown)) + 1) if np.isfinite(shown).any() else [0]
+    ticks = np.arange(-2, np.floor(top) + 1)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.03, pad=0.02, ticks=ticks)
     bar.ax.set_yticklabels([f"{10.0**t:g}" for t in ticks])
     bar.set_label(unit)
@@ -158,9 +167,9 @@ def _heatmap(ax: Axes, wide: pd.DataFrame, unit: str) -> Axes:
 
 
 def _write_cells(ax: Axes, values: np.ndarray, is_bright: np.ndarray) -> None:
-    """Numbers in the cells: two significant digits, dark on bright colours and bright on dark ones."""
-    size = 6.0 if values.shape[1] <= 12 else 4.6
+    """Numbers in the cells, dark on bright colours and bright on dark ones; a dot is less than 0.05."""
+    size = 6.0 if values.shape[1] <= 14 else 5.0
     for (y, x), value in np.ndenumerate(values):
         if np.isfinite(value) and value > 0:
-            text = f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}" if value >= 0.05 else "<.1"
+            text = f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}".lstrip("0") if value >= 0.05 else "·"
             ax.text(x, y, text, ha="center", va="center", fontsize=size, color="black" if is_bright[y, x] else "white")

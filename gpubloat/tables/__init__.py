@@ -15,7 +15,8 @@ def schema(instrument: str, name: str) -> type[Table]:
     if instrument not in INSTRUMENTS:
         raise SchemaError(name, None, f"unknown instrument {instrument!r}", f"known: {', '.join(INSTRUMENTS)}")
     try:
-        declared: dict[str, type[Table]] = import_module(f"gpubloat.tables.{instrument}").TABLES
+        module = import_module(f"gpubloat.tables.{instrument}")
+        declared: dict[str, type[Table]] = module.TABLES | getattr(module, "EXTRA_TABLES", {})
     except ModuleNotFoundError:
         declared = {}
     if name not in declared:

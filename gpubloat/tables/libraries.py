@@ -31,7 +31,8 @@ PROBLEMS = (
     "wrapper_without_region",
     "undecodable_payload",
     "compressed_data",  # host data in a general compression format: its content was not analysed
-    "packed",
+    "packed",  # by an executable packer such as UPX: its content was not analysed
+    "misaligned_segment",  # PT_LOAD that no loader can map, as left behind by some rewriters
 )
 
 
@@ -126,7 +127,7 @@ class Elements(Table):
     payload_bytes: Series[int] = column("stored length behind the header, padding included", ge=0)
     uncompressed_bytes: Series[int] = column("length of the code after decompression", ge=0)
     compression: Series[str] = column("of the payload", isin=list(COMPRESSIONS))
-    flags: Series[int] = column("the header's flag bits", ge=0)
+    flags: Series[pd.UInt64Dtype] = column("the header's flag bits")
     n_kernels: Series[pd.Int64Dtype] = column("entry symbols inside; empty if not read", nullable=True, ge=0)
     digest: Series[str] = column("first 16 hex digits of the sha256 of the stored code, or empty")
     fit: Series[str] = column("why the scan's target GPU could choose it or not: targets.FITS", nullable=True)
@@ -166,6 +167,36 @@ class Problems(Table):
     detail: Series[str] = column("one sentence")
 
 
+class Oracle(Table):
+    """One row = one library of a census: what other readers of the same file find.
+
+    cuobjdump sees `.nv_fatbin`, and `__nv_relfatbin` where asked for all or where there is nothing else; `visible`
+    counts are ours of that part, which must be equal. cubloaty looks into all sections.
+    """
+
+    library: Series[str] = column("see libraries", unique=True)
+    n_cubins_visible: Series[int] = column("our cubins in the sections that cuobjdump shows", ge=0)
+    n_cubins_cuobjdump: Series[pd.Int64Dtype] = column("cuobjdump -lelf; empty if it refuses", nullable=True, ge=0)
+    n_ptx_visible: Series[int] = column("our PTX in the sections that cuobjdump shows", ge=0)
+    n_ptx_cuobjdump: Series[pd.Int64Dtype] = column("cuobjdump -lptx; empty if it refuses", nullable=True, ge=0)
+    n_kernels_visible: Series[int] = column("our entry symbols of those cubins (not of PTX)", ge=0)
+    n_kernels_cuobjdump: Series[pd.Int64Dtype] = column("cuobjdump -symbols; empty if it refuses", nullable=True, ge=0)
+    n_cubins_visible_all: Series[int] = column("the same with relocatable code", ge=0)
+    n_cubins_cuobjdump_all: Series[pd.Int64Dtype] = column("cuobjdump -lelf -all", nullable=True, ge=0)
+    n_ptx_visible_all: Series[int] = column("the same with relocatable code", ge=0)
+    n_ptx_cuobjdump_all: Series[pd.Int64Dtype] = column("cuobjdump -lptx -all", nullable=True, ge=0)
+    n_kernels_visible_all: Series[int] = column("the same with relocatable code", ge=0)
+    n_kernels_cuobjdump_all: Series[pd.Int64Dtype] = column("cuobjdump -symbols -all", nullable=True, ge=0)
+    element_bytes: Series[int] = column("our element headers and payloads in all sections, raw cubins counted", ge=0)
+    element_bytes_cubloaty: Series[pd.Int64Dtype] = column("cubloaty's; empty if it refuses", nullable=True, ge=0)
+    n_kernels: Series[int] = column("our entry symbols of all cubins and PTX, in all sections", ge=0)
+    n_kernels_cubloaty: Series[pd.Int64Dtype] = column("cubloaty's; empty if it refuses", nullable=True, ge=0)
+    is_elements_equal: Series[bool] = column("cuobjdump lists the same cubins and PTX of each target, both ways")
+    is_kernels_equal: Series[bool] = column("cuobjdump shows the same names in each cubin of each target, both ways")
+    is_cubloaty_equal: Series[bool] = column("same elements, bytes and kernels of each kind and target")
+    difference: Series[str] = column("what differs and why; empty where everything is equal")
+
+
 TABLES: dict[str, type[Table]] = {
     "libraries": Libraries,
     "sections": Sections,
@@ -176,3 +207,21 @@ TABLES: dict[str, type[Table]] = {
     "variables": Variables,
     "problems": Problems,
 }
+
+class Choices(Table):
+    """One row = one element of a test region, held before a real driver: did it take the element?"""
+
+    gpu: Series[str] = column("name of the GPU that was asked")
+    region: Series[int] = column("number of the test region", ge=0)
+    element: Series[int] = column("number inside the region", ge=0)
+    kind: Series[str] = column("kind of code", isin=["ptx", "cubin"])
+    target: Series[str] = column("target of the element")
+    is_jit_forced: Series[bool] = column("asked with CUDA_FORCE_PTX_JIT=1, which forbids cubins")
+    is_chosen: Series[bool] = column("the driver ran this element")
+    error: Series[str] = column("the driver's error for the region, or empty")
+    fit: Series[str] = column("what targets.fit says")
+    is_loadable: Series[bool] = column("what targets.fit says")
+
+
+# Tables that campaigns add to a run; `scan` does not write them.
+EXTRA_TABLES: dict[str, type[Table]] = {"oracle": Oracle, "choices": Choices}

@@ -58,7 +58,7 @@ class Target(NamedTuple):
 
 def parse(text: str) -> Target:
     """Read ``sm_90a``, ``compute_120`` or ``lto_90``; raise GpubloatError on anything else."""
-    match = re.fullmatch(r"(sm|compute|lto)_(\d{1,5})([af]?)", text)
+    match = re.fullmatch(r"(sm|compute|lto)_(\d{1,10})([af]?)", text)
     if match is None:
         raise GpubloatError(f"{text!r} is no GPU target", "write it as sm_90, sm_90a or compute_120")
     return Target(match[1], int(match[2]), match[3])
@@ -120,7 +120,10 @@ def fit(elements: pd.DataFrame, target: str) -> pd.DataFrame:
     outer = elements["kind"] == "concat"
     if outer.any():
         inner = elements["member"].notna()
-        some = (inner & fits.isin(LOADABLE)).groupby([*where, elements["element"]]).transform("any").astype(bool)
+        element = [*where, elements["element"]]
+        some = (inner & fits.isin(LOADABLE)).groupby(element).transform("any").astype(bool)
         fits = fits.mask(outer & ~some, "other_architecture")
+        # Without its members (a table that cannot be read) nothing is known of it.
+        fits = fits.mask(outer & ~inner.groupby(element).transform("any").astype(bool), "unknown")
     fits = fits.astype(elements["kind"].dtype)
     return elements.assign(fit=fits, is_loadable=fits.isin(LOADABLE))

@@ -1,0 +1,86 @@
+"""The architecture as tests: which package may import which, and what `import gpubloat` costs."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "gpubloat"
+INSTRUMENTS = {"libraries", "tensors", "memory", "energy"}
+HEAVY = {"torch", "cuda", "pynvml", "jax", "dask", "distributed", "cupy"}
+# what each part may import from gpubloat, beside itself
+ALLOWED = {
+    "errors": set(),
+    "tables": {"errors"},
+    "run": {"errors", "tables"},
+    "published": {"errors", "tables"},
+    "analysis": {"errors", "tables"},
+    "plots": {"errors", "tables", "analysis"},
+    "report": {"errors", "tables", "run", "analysis", "plots"},
+    "reproduce": {"errors"},
+    "doctor": {"errors"},
+    **{name: {"errors", "tables", "run", "native"} for name in INSTRUMENTS},
+}
+
+
+def imports(path: Path) -> set[tuple[str, bool]]:
+    """(module, is at the top of the file) of everything that a file imports."""
+    tree = ast.parse(path.read_text("utf-8"))
+    found = set()
+    for node in ast.walk(tree):
+        names = []
+        if isinstance(node, ast.Import):
+            names = [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names = [node.module]
+            if node.module == "gpubloat":
+                names = [f"gpubloat.{alias.name}" for alias in node.names]
+        found |= {(name, node in tree.body) for name in names}
+    return found
+
+
+def part(path: Path) -> str:
+    relative = path.relative_to(PACKAGE)
+    return relative.parts[0] if len(relative.parts) > 1 else relative.stem
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_imports_go_one_way(path: Path) -> None:
+    name = part(path)
+    if name in ("__init__", "__main__", "cli"):
+        pytest.skip("may import everything")
+    allowed = ALLOWED[name] | {name, "__version__"}
+    inside = {module.split(".")[1] for module, _ in imports(path) if module.startswith("gpubloat.")}
+    assert inside <= allowed, f"{name} imports {inside - allowed}"
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.relative_to(PACKAGE).as_posix())
+def test_gpu_libraries_are_imported_only_where_they_are_used(path: Path) -> None:
+    at_top = {module.split(".")[0] for module, top in imports(path) if top}
+    assert not at_top & HEAVY
+    if part(path) in ("analysis", "plots", "tables", "run"):
+        assert not {module.split(".")[0] for module, _ in imports(path)} & HEAVY
+
+
+def test_no_module_is_too_long() -> None:
+    lengths = {p.relative_to(PACKAGE).as_posix(): len(p.read_text("utf-8").splitlines()) for p in PACKAGE.rglob("*.py")}
+    assert not {name: n for name, n in lengths.items() if n > 500}
+
+
+def test_import_is_fast_and_loads_nothing_heavy() -> None:
+    code = (
+        "import sys, time; start = time.perf_counter(); import gpubloat; print(time.perf_counter() - start);"
+        "print(*sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    times = []
+    for _ in range(3):
+        out = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+        times.append(float(out[0]))
+        assert not set(out[1].split()) & (HEAVY | {"matplotlib", "pandas", "numpy", "pandera", "pyarrow", "typer"})
+    assert min(times) < 0.1
