@@ -25,7 +25,7 @@ from gpubloat import __version__
 from gpubloat.errors import FormatError, GpubloatError, SchemaError
 from gpubloat.tables import schema
 
-FLUSH_ROWS = 200_000
+FLUSH_ROWS = 100_000
 PACKAGES = ("numpy", "pandas", "pyarrow", "zstandard", "lz4", "torch", "jax", "cuda-bindings", "nvidia-ml-py")
 
 
@@ -159,10 +159,20 @@ class RunWriter:
                 self._flush(name)
 
     def _flush(self, name: str) -> None:
+        waiting, self._waiting[name] = self._waiting[name], []
         declared = schema(self.instrument, name)
-        waiting = self._waiting[name]
-        frame = declared.check(pd.concat(waiting, ignore_index=True), name) if waiting else declared.none()
-        self._waiting[name] = []
+        if not waiting:
+            self._write(name, declared.none())
+        while waiting:
+            frame = waiting.pop(0)
+            # Small frames go together, a large one in pieces: checking and converting copies what it works on.
+            while waiting and len(frame) + len(waiting[0]) <= FLUSH_ROWS:
+                frame = pd.concat([frame, *waiting[:64]], ignore_index=True)
+                del waiting[:64]
+            for start in range(0, len(frame), FLUSH_ROWS):
+                self._write(name, declared.check(frame.iloc[start : start + FLUSH_ROWS], name))
+
+    def _write(self, name: str, frame: pd.DataFrame) -> None:
         table = pa.Table.from_pandas(frame, preserve_index=False)
         if name not in self._files:
             path = self.folder / f"{name}.parquet"

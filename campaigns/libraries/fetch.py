@@ -1,9 +1,10 @@
 """Download pinned wheels of PyPI for x86-64 Linux, on any machine, and check their sha256. Standard library only.
 
-python campaigns/libraries/fetch.py DEST nvidia-nvjpeg==13.3.2.43 --sha256 2e5c...
-python campaigns/libraries/fetch.py DEST --census data/measured/census-torch-2.14.1-cu13
+python campaigns/libraries/fetch.py DEST                                    the sample: nvJPEG, 4 MB
+python campaigns/libraries/fetch.py DEST NAME==VERSION... --sha256 HEX...   these; without --sha256, as PyPI has them
+python campaigns/libraries/fetch.py DEST --census data/measured/census-...  all wheels of a census again
 
-The second form downloads all wheels of a census again. A wheel that is in DEST already is not downloaded.
+A wheel that is in DEST already is not downloaded.
 """
 
 from __future__ import annotations
@@ -20,6 +21,21 @@ from pathlib import Path
 # pip takes the wheels of this very machine unless it is told all the names that x86-64 Linux goes by.
 PLATFORMS = ["manylinux1_x86_64", "manylinux2010_x86_64", "manylinux2014_x86_64", "linux_x86_64"]
 PLATFORMS += [f"manylinux_2_{minor}_x86_64" for minor in range(5, 40)]
+
+SAMPLE = "nvidia-nvjpeg"
+# Version and sha256 of the wheels that tests and the sample use, chosen for what they show per MB.
+PINNED = {
+    # All in .nv_fatbin, zstd, 10 targets. 4 MB
+    SAMPLE: ("13.3.2.43", "27f9c4a25a73f1d1ad35c342c8d657c8ff43e23877f338ef15fb2602ac2e5aa8"),
+    # Cubins that are not compressed, PTX in LZ4. 1 MB
+    "nvidia-cufile": ("1.15.1.6", "08a3ecefae5a01c7f5117351c64f17c7c62efa5fffdbe24fc7d298da19cd0b44"),
+    # An archive with relocatable code. 2 MB
+    "nvidia-cuda-runtime": ("13.0.96", "7f82250d7782aa23b6cfe765ecc7db554bd3c2870c43f3d1821f1d18aebf0548"),
+    # Fatbins and bare cubins in .data and .rodata, loaded by hand. 11 MB
+    "nvidia-cuda-cupti": ("13.0.85", "4eb01c08e859bf924d222250d2e8f8b8ff6d3db4721288cf35d14252a4d933c8"),
+    # Relocatable code beside the linked one, in LZ4 and zstd; code for AMD; two GPUs that CUDA 13 has dropped. 43 MB
+    "bitsandbytes": ("0.50.2", "55348a9a4a21bfd99cf8c7b32fe67b4030ae5c2a05738e03c1747f65fa6ec283"),
+}
 
 
 class FetchError(Exception):
@@ -59,11 +75,17 @@ def fetch(name: str, version: str, sha256: str, folder: Path, python: str | None
         complaint = ended.stderr.strip()
         if "DO NOT MATCH THE HASHES" in complaint:
             raise HashError(f"{name}=={version}: {complaint[-500:]}")
-        raise FetchError(f"pip cannot download {name}=={version}: {(complaint.splitlines() or ['no reason given'])[-1]}")
+        reason = (complaint.splitlines() or ["no reason given"])[-1]
+        raise FetchError(f"pip cannot download {name}=={version}: {reason}")
     found = _present(name, version, sha256, folder)
     if found is None:
         raise HashError(f"{name}=={version}: what pip downloaded has another name or sha256")
     return found
+
+
+def pinned(name: str, folder: Path) -> Path:
+    """One of `PINNED` in `folder`, downloaded if it is not there."""
+    return fetch(name, *PINNED[name], folder)
 
 
 def split(wheel: str) -> tuple[str, str, str]:
@@ -111,6 +133,8 @@ def main() -> None:
         parser.error("give one --sha256 for each package")
     if any(len(p.split("==")) != 2 for p in given.packages):
         parser.error("write packages as NAME==VERSION")
+    if not given.packages and not given.census:
+        given.packages, given.sha256 = [f"{SAMPLE}=={PINNED[SAMPLE][0]}"], [PINNED[SAMPLE][1]]
     wanted = [
         (*package.split("=="), sha256, given.python)
         for package, sha256 in zip(given.packages, given.sha256 or [""] * len(given.packages), strict=True)

@@ -12,6 +12,7 @@ from gpubloat.libraries.reader import Reader
 
 _HEADER = Struct("<16s12s6s6s8s10s2s")
 MAGIC_SIZE = 8
+MAX_NAME = 1024  # it stands in every row of the tables
 _INDEXES = (b"/", b"/SYM64/", b"__.SYMDEF", b"__.SYMDEF SORTED")
 
 
@@ -34,14 +35,16 @@ def members(reader: Reader) -> Iterator[tuple[str, int, int]]:
             continue
         if name.startswith(b"#1/") and name[3:].isdigit() and int(name[3:]) <= size:
             length = int(name[3:])
-            name, start, size = bytes(data[:length]).rstrip(b"\0"), start + length, size - length
+            name, start, size = bytes(data[: min(length, MAX_NAME + 1)]).rstrip(b"\0"), start + length, size - length
             if name in _INDEXES:
                 continue
         elif name.startswith(b"/") and name[1:].isdigit():
             offset = int(name[1:])
             if offset >= len(long_names):
                 raise reader.error(start - _HEADER.size, "archive member whose name is not in the name table")
-            name = long_names[offset:].split(b"\n", 1)[0].rstrip(b"/")
+            name = long_names[offset : offset + MAX_NAME + 1].split(b"\n", 1)[0].rstrip(b"/")
         else:
             name = name.rstrip(b"/")
+        if len(name) > MAX_NAME:
+            raise reader.error(start - _HEADER.size, f"archive member whose name has more than {MAX_NAME} bytes")
         yield name.decode("utf-8", "backslashreplace"), start, size

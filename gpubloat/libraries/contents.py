@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gpubloat.errors import FormatError
 from gpubloat.libraries import cubin, fatbin, hostdata
@@ -43,11 +43,11 @@ class Read:
 
 def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> Iterator[Read]:
     """Read all pieces, in order. A damaged piece gives a `Read` with its error; the others are not touched by it."""
-    workers = threads or os.cpu_count() or 1
     left = MAX_RATIO * reader.size + MAX_FLOOR
     allowed = []
     for piece in pieces:
-        left -= piece.code.uncompressed_size
+        size = piece.code.uncompressed_size
+        left -= size if size <= fatbin.MAX_UNCOMPRESSED else 0  # a larger claim is refused when it is read
         if left >= 0:
             allowed.append(piece)
         else:
@@ -55,7 +55,18 @@ def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> 
                 piece.code.offset, "not decompressed: the elements declare more than a real file can hold"
             )
             yield Read(piece.region, piece.index, None, "", None, error)
-    batches = list(_batches(allowed))
+    # Rows and their names, too, are bounded by the size of the file: a payload of zeros packs 10,000 to 1.
+    left = 64 * reader.size + (64 << 20)
+    for read in _in_order(reader, list(_batches(allowed)), threads or os.cpu_count() or 1):
+        if read.contents is not None:
+            left -= sum(len(name) + 64 for name in (*read.contents.kernels, *read.contents.variables))
+            if left < 0:
+                error = reader.error(0, "more names of kernels and variables than a file of this size can have")
+                read = replace(read, contents=None, error=error)
+        yield read
+
+
+def _in_order(reader: Reader, batches: list[list[Code]], workers: int) -> Iterator[Read]:
     if workers == 1 or len(batches) < 2:
         for batch in batches:
             yield from _read_batch(reader, batch)
@@ -112,5 +123,5 @@ def _inside(reader: Reader, kind: str, data: memoryview) -> Contents:
     if kind == "cubin":
         return cubin.read(Reader(f"{reader.path}(element)", data))
     if kind in ("ptx", "relocatable_ptx"):
-        return cubin.read_ptx(bytes(data))
+        return cubin.read_ptx(Reader(f"{reader.path}(element)", data))
     return Contents([], [], [], [])

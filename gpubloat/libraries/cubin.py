@@ -20,6 +20,12 @@ STO_CUDA_ENTRY = 0x10
 # e_flags: ABI version 8 (CUDA 13) moved the target from the low byte to the second one.
 ABI_V2 = 8
 FLAG_ARCH_V1, FLAG_ARCH_V2 = 0x800, 0x8
+MAX_SYMBOLS = 1 << 19  # of one cubin or PTX text; the largest real ones have some ten thousand
+STV_INTERNAL = 1
+STT_CUDA_OBJECT = 13  # a variable in relocatable code
+# Section of type CUDA_COMPAT_INFO; its attribute CUDA_ACCELERATOR_TARGET (a byte) marks suffix a since CUDA 13.
+SHT_CUDA_COMPAT_INFO = 0x70000086
+ACCELERATOR_TARGET = b"\x02\x09\x01"
 
 _ENTRY_NAME = re.compile(rb"\.entry\s+([A-Za-z_$%][A-Za-z0-9_$]*)")
 
@@ -47,9 +53,15 @@ def read(reader: Reader) -> Contents:
         raise reader.error(int(table["sh_offset"]), "symbol table without a string table")
     strings = sections[table["sh_link"]]
     names = Strings(reader, int(strings["sh_offset"]), int(strings["sh_size"]))
+    symbols = symbols[symbols["st_shndx"] != 0]
     kind = symbols["st_info"] & 0xF
     entries = symbols[(kind == elf.STT_FUNC) & (symbols["st_other"] & STO_CUDA_ENTRY != 0)]
-    variables = symbols[(kind == elf.STT_OBJECT) & (symbols["st_info"] >> 4 != elf.STB_LOCAL)]
+    # Also the local ones: in whole-program code all are, and the host copies to and from them nevertheless. Not the
+    # internal ones: parameters of kernels.
+    if len(symbols) > MAX_SYMBOLS:
+        raise reader.error(int(table["sh_offset"]), f"cubin with {len(symbols)} symbols")
+    is_variable = (kind == elf.STT_OBJECT) | (kind == STT_CUDA_OBJECT)
+    variables = symbols[is_variable & (symbols["st_other"] & 3 != STV_INTERNAL)]
     kernels, sizes = _named(names, entries)
     return Contents(kernels, sizes, *_named(names, variables))
 
@@ -60,18 +72,26 @@ def _named(names: Strings, symbols: Array) -> tuple[list[str], list[int]]:
     return names.names(symbols["st_name"]), np.minimum(symbols["st_size"], 1 << 62).tolist()
 
 
-def read_ptx(data: bytes) -> Contents:
-    """Entry names of a PTX text (PTX ISA, "Kernel and Function Directives: .entry")."""
-    names = []
+def read_ptx(reader: Reader) -> Contents:
+    """Entry names of the PTX text that `reader` holds, each once: a prototype can precede the definition.
+
+    Source: PTX ISA, "Kernel and Function Directives: .entry".
+    """
+    data = bytes(reader.view(0, reader.size))
+    names: dict[str, None] = {}
+    hits = 0
     at = data.find(b".entry")
     while at >= 0:
+        hits += 1
+        if hits > MAX_SYMBOLS:
+            raise reader.error(at, "more entries in PTX than a real text can have")
         before = data[max(at - 64, 0) : at]  # no further: a text without line ends would be read once for each hit
         line = before[max(before.rfind(b"\n"), before.rfind(b"}")) + 1 :]
         match = _ENTRY_NAME.match(data, at)
         if match and all(word in (b".visible", b".weak") for word in line.split()):
-            names.append(match[1].decode("ascii"))
+            names[match[1].decode("ascii")] = None
         at = data.find(b".entry", at + 6)
-    return Contents(names, None, [], [])
+    return Contents(list(names), None, [], [])
 
 
 def _header(reader: Reader) -> Header:
@@ -82,13 +102,32 @@ def _header(reader: Reader) -> Header:
 
 
 def target(reader: Reader) -> str:
-    """The target in a cubin's own header: ``sm_90a``. Family-specific cubins carry no mark of it there."""
+    """The target that a cubin itself names: ``sm_90a``. Family-specific cubins carry no mark of it.
+
+    Of a cubin whose head alone is at hand, the suffix is known only before CUDA 13.
+    """
     head = _header(reader)
     if head.abi_version >= ABI_V2:
-        number, arch = head.e_flags >> 8 & 0xFF, head.e_flags & FLAG_ARCH_V2
+        number, arch = head.e_flags >> 8 & 0xFF, head.e_flags & FLAG_ARCH_V2 or _is_architecture_specific(reader, head)
     else:
         number, arch = head.e_flags & 0xFF, head.e_flags & FLAG_ARCH_V1
-    return f"sm_{number}{'a' if arch else ''}"
+    # Of the GPUs before sm_90 none has an "a" target; some of their cubins have the bit, with another meaning.
+    return f"sm_{number}{'a' if arch and number >= 90 else ''}"
+
+
+def _is_architecture_specific(reader: Reader, head: Header) -> bool:
+    try:
+        sections = elf.section_table(reader, head)
+        for row in sections[sections["sh_type"] == SHT_CUDA_COMPAT_INFO][:1]:
+            data = bytes(reader.view(int(row["sh_offset"]), int(row["sh_size"])))
+            at = 0
+            while at + 4 <= len(data):  # format, attribute, and 2 bytes: the value, or (format 4) the length of it
+                if data[at : at + 3] == ACCELERATOR_TARGET:
+                    return True
+                at += 4 + (int.from_bytes(data[at + 2 : at + 4], "little") if data[at] == 4 else 0)
+    except FormatError:
+        pass
+    return False
 
 
 def extent(reader: Reader, offset: int, limit: int) -> int | None:

@@ -125,15 +125,17 @@ class Strings:
     def __init__(self, reader: Reader, offset: int = 0, size: int = 0, what: str = "string table") -> None:
         self.reader, self.offset = reader, offset
         self.data = bytes(reader.view(offset, size, what))
+        if size > 1 << 20:
+            reader.release()  # it is in memory now; once is enough
 
     def names(self, offsets: Array) -> list[str]:
         """The names at `offsets`, in order.
 
-        A crafted table can make a small file name gigabytes (many names that all run to the end of the table); real
-        tables share tails a little, so a total of 16 times the table is refused.
+        A crafted table can make a small file name gigabytes (many names that all run to the end of the table). Real
+        tables share tails a little, and compilers can give many sections one short name; more than that is refused.
         """
         data, size = self.data, len(self.data)
-        left = 16 * size + 65536
+        left = size + min(15 * size, 16 << 20) + 256 * len(offsets)
         found = []
         for start in offsets.tolist():
             end = data.find(b"\0", start)
@@ -225,7 +227,7 @@ class Elf:
         power = (align & (align - np.uint64(1))) == 0
         page = np.where(power & (align > PAGE), align, np.uint64(PAGE))
         bad = load & (self.segments["p_memsz"] > 0) & (shift & (page - np.uint64(1)) != 0)
-        return (self.header.e_phoff + np.flatnonzero(bad) * PHDR.itemsize).tolist()
+        return [self.header.e_phoff + row * PHDR.itemsize for row in np.flatnonzero(bad).tolist()]
 
     @cached_property
     def _loads(self) -> Array:

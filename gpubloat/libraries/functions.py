@@ -12,7 +12,8 @@ from gpubloat.libraries.elf import Array, Elf
 from gpubloat.tables.libraries import Functions
 
 SOURCES = ("fde", "symtab", "dynsym")
-START = np.dtype([("address", "<u8"), ("size", "<u8"), ("name", "<i8"), ("source", "i1"), ("rank", "i1")])
+# `name` is an offset into the string table of the source.
+START = np.dtype([("address", "<u8"), ("size", "<u8"), ("name", "<u4"), ("source", "i1"), ("rank", "i1")])
 # Object files have no addresses yet: section number << 40 gives each section a space of its own.
 SECTION_SHIFT = 40
 
@@ -45,7 +46,7 @@ def read(file: Elf, library: str, prefix: str = "", base: int = 0) -> tuple[pd.D
     code = _code_ranges(file)
     if not len(code.begins):
         return Functions.none(), Counts(0, None, 0, 0)
-    names, starts = _starts(file)
+    starts, strings = _starts(file)
     row = np.searchsorted(code.begins, starts["address"], "right") - 1
     stub = np.array([t.startswith(".plt") for t in code.names])
     inside = (row >= 0) & (starts["address"] < code.ends[row]) & ~stub[row]
@@ -60,9 +61,12 @@ def read(file: Elf, library: str, prefix: str = "", base: int = 0) -> tuple[pd.D
     n = len(heads)
 
     best = np.full(n, -1)
-    named = np.flatnonzero(starts["name"] >= 0)[::-1]  # backwards, so that the first symbol of a group stays
-    best[group[named]] = starts["name"][named]
-    titles = [names[i] if i >= 0 else "" for i in best.tolist()]
+    named = np.flatnonzero(starts["source"] > 0)[::-1]  # backwards, so that the first symbol of a group stays
+    best[group[named]] = named
+    titles = np.full(n, "", object)
+    for source, table in strings.items():
+        pick = (best >= 0) & (starts["source"][best] == source)
+        titles[pick] = table.names(starts["name"][best[pick]])
     # .dynsym repeats names of .symtab, so the fuller of the two tells how many names an address has.
     n_names = np.maximum(*(np.bincount(group[starts["source"] == kind], minlength=n) for kind in (1, 2)))
     sizes = heads["size"].copy()
@@ -71,6 +75,8 @@ def read(file: Elf, library: str, prefix: str = "", base: int = 0) -> tuple[pd.D
     sizes = np.minimum(sizes, code.ends[head_rows] - heads["address"]).astype(np.int64)
     inner = heads["address"] - code.begins[head_rows]
     offsets = code.offsets[head_rows] + inner.astype(np.int64)
+    widths = np.array([len(prefix) + len(name) for name in code.names])
+    file.reader.check_text(int(widths[head_rows].sum()))
     frame = pd.DataFrame(
         {
             "library": library,
@@ -81,43 +87,42 @@ def read(file: Elf, library: str, prefix: str = "", base: int = 0) -> tuple[pd.D
             "size_bytes": sizes,
             "boundary": np.array(SOURCES, object)[heads["source"]],
             "n_names": n_names,
-            "is_cold": pd.array([is_cold(t) if t else pd.NA for t in titles], dtype="boolean"),
+            "is_cold": pd.array([is_cold(t) if t else pd.NA for t in titles.tolist()], dtype="boolean"),
         }
     )
     has_symtab = bool((starts["source"] == 1).any())
-    n_cold = sum(map(is_cold, titles)) if has_symtab else None
+    n_cold = int(frame["is_cold"].sum()) if has_symtab else None
     return frame, Counts(n, n_cold, int(n_names.sum()), _union(offsets, sizes))
 
 
-def _starts(file: Elf) -> tuple[list[str], Array]:
-    """All names, and one record (dtype START) per place that says that a function starts somewhere."""
+def _starts(file: Elf) -> tuple[Array, dict[int, elf.Strings]]:
+    """One record (dtype START) per place that says that a function starts somewhere, and the names by source."""
     begin, length = unwind.ranges(file)
     parts = [np.zeros(len(begin), START)]
-    parts[0]["address"], parts[0]["size"], parts[0]["name"] = begin, length, -1
-    names: list[str] = []
+    parts[0]["address"], parts[0]["size"] = begin, length
+    names = {}
     for source, sh_type in ((1, elf.SHT_SYMTAB), (2, elf.SHT_DYNSYM)):
-        table, strings = file.symbols(sh_type)
+        table, names[source] = file.symbols(sh_type)
         kind = table["st_info"] & 0xF
         wanted = ((kind == elf.STT_FUNC) | (kind == elf.STT_GNU_IFUNC)) & (table["st_shndx"] != 0)
         table, section = table[wanted], file.section_indices(sh_type)[wanted]
         part = np.zeros(len(table), START)
-        part["address"], part["size"], part["source"] = table["st_value"], table["st_size"], source
+        part["address"], part["size"], part["name"] = table["st_value"], table["st_size"], table["st_name"]
+        part["source"] = source
         if file.header.e_type == elf.ET_REL:
             # A value beyond the space of its section would be taken for a place in the next one.
             inside = table["st_value"] < 1 << SECTION_SHIFT
             part["address"] = np.where(inside, part["address"] + (section.astype(np.uint64) << SECTION_SHIFT), 0)
-        part["name"] = np.arange(len(table)) + len(names)
         bind = table["st_info"] >> 4
         part["rank"] = np.select([bind == elf.STB_GLOBAL, bind == elf.STB_WEAK], [0, 1], 2)
-        names += strings.names(table["st_name"])
         parts.append(part)
-    return names, np.concatenate(parts)
+    return np.concatenate(parts), names
 
 
 def is_cold(name: str) -> bool:
     """GCC names the split-off part of f ``f.cold`` or ``f.cold.N``; LLVM adds ``.cold.N`` or ``.__part.N``."""
     stem, _, last = name.rpartition(".")
-    return last == "cold" or (last.isdigit() and stem.endswith((".cold", ".__part")))
+    return (last == "cold" and bool(stem)) or (last.isdigit() and stem.endswith((".cold", ".__part")))
 
 
 def _union(starts: Array, sizes: Array) -> int:
@@ -138,7 +143,7 @@ def _code_ranges(file: Elf) -> CodeRanges:
     if file.header.e_type == elf.ET_REL:
         rows = [(r[4] << SECTION_SHIFT, *r[1:]) for r in rows]
     kept, stop = [], 0
-    for r in sorted(r for r in rows if r[0] + r[1] < 1 << 63):
+    for r in sorted(r for r in rows if r[0] + r[1] < 1 << 63 and r[2] + r[1] <= file.reader.size):
         if r[0] >= stop:  # overlapping sections cannot be real; the first keeps the addresses
             kept.append(r)
             stop = r[0] + r[1]

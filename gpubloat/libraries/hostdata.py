@@ -12,6 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
 
+import lz4.frame
+import numpy as np
 import zstandard
 
 from gpubloat.errors import FormatError
@@ -25,10 +27,17 @@ CHUNK = 1 << 20
 RELEASE = 32 << 20  # bytes searched between two releases of mapped pages
 CUBIN_IDENT = b"\x7fELF\x02\x01\x01"
 # General compression formats by their first bytes, and what their content can turn out to be.
-FORMATS = {ZSTD_MAGIC: "zstd", b"\xfd7zXZ\x00": "xz", b"\x1f\x8b\x08": "gzip", b"7z\xbc\xaf\x27\x1c": "7z"}
+FORMATS = {
+    ZSTD_MAGIC: "zstd",
+    b"\x04\x22\x4d\x18": "lz4",
+    b"\xfd7zXZ\x00": "xz",
+    b"\x1f\x8b\x08": "gzip",
+    b"7z\xbc\xaf\x27\x1c": "7z",
+}
 _CONTENTS = {ELF_MAGIC: "an ELF file", fatbin.MAGIC.to_bytes(4, "little"): "a fatbin", b"!<arch>\n": "an archive"}
 MAX_CLAIMS = 100  # rows of `problems` in one file
-MAX_TRIALS = 20_000  # false first bytes that are looked into
+MAX_TRIALS = 5_000  # first bytes that turn out to be no cubin
+MAX_BLOCKS = 4096  # of a zstd frame; one block holds up to 128 KiB
 MAX_WINDOW = 128 << 20  # what the zstd command refuses by default, too
 _TRIAL_BYTES = 1 << 16
 _MACHINE = Struct("<18xH")
@@ -81,10 +90,13 @@ def search(reader: Reader, places: list[Range]) -> tuple[list[RawCubin], list[Pr
                 if failures > 10_000:
                     raise reader.error(hit, "more false cubin headers than a real file can have")
             else:
-                trials += 1
-                if trials > MAX_TRIALS:
+                if trials >= MAX_TRIALS:
                     continue
                 found = _packed(reader, hit, b) if needle == ZSTD_MAGIC else None
+                trials += found is None
+                if trials == MAX_TRIALS:
+                    detail = f"{MAX_TRIALS} places look like compressed data; the rest of the file was not looked into"
+                    problems.append(Problem(hit, "compressed_data", detail))
                 if found is None and len(problems) < MAX_CLAIMS:
                     problems += _claim(reader, hit, b, FORMATS[needle], is_last=len(problems) == MAX_CLAIMS - 1)
             if found is not None:
@@ -104,8 +116,6 @@ def _packed(reader: Reader, offset: int, limit: int) -> RawCubin | None:
     """The zstd frame at `offset` if it holds a cubin: only its block headers and its first bytes are read."""
     try:
         size, content_size = _frame(reader, offset, limit)
-        if not EHDR.size <= content_size <= fatbin.MAX_UNCOMPRESSED:
-            return None
         start = _first(reader.view(offset, size), EHDR.size)
         if start[:7] != CUBIN_IDENT or _MACHINE.unpack_from(start)[0] != EM_CUDA:
             return None
@@ -125,13 +135,18 @@ def _frame(reader: Reader, offset: int, limit: int) -> tuple[int, int]:
         raise frame.error(0, f"no zstd frame: {error}") from None
     if parameters.window_size > MAX_WINDOW or parameters.dict_id:
         raise frame.error(0, "zstd frame with a dictionary or a window that is too large")
-    is_last = False
-    while not is_last:
+    if not EHDR.size <= parameters.content_size <= fatbin.MAX_UNCOMPRESSED:
+        raise frame.error(0, "zstd frame that cannot hold a cubin")
+    for _ in range(MAX_BLOCKS):
         block = int.from_bytes(frame.view(at, 3, "zstd block header"), "little")
         is_last, kind, size = bool(block & 1), block >> 1 & 3, block >> 3
         if kind == 3:
             raise frame.error(at, "zstd block of a reserved type")
         at += 3 + (1 if kind == 1 else size)  # type 1 repeats one byte
+        if is_last:
+            break
+    else:
+        raise frame.error(0, f"zstd frame of more than {MAX_BLOCKS} blocks")
     at += 4 * parameters.has_checksum
     frame.view(0, at, "zstd frame")
     return at, parameters.content_size
@@ -164,6 +179,8 @@ def _start_of(form: str, data: bytes) -> bytes | None:
             if frame.window_size > MAX_WINDOW or frame.dict_id:
                 return None
             start = zstandard.ZstdDecompressor().stream_reader(data).read(1 << 20)
+        elif form == "lz4":
+            start = lz4.frame.LZ4FrameDecompressor().decompress(data, 1 << 20)
         elif form == "gzip":
             inflate = zlib.decompressobj(31)
             start = inflate.decompress(data, 1 << 20)
@@ -173,24 +190,30 @@ def _start_of(form: str, data: bytes) -> bytes | None:
             start = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=MAX_WINDOW).decompress(data, 64)
         else:  # 7z: a checksum of the 20 bytes that say where the rest of its header is
             return b"" if len(data) >= 32 and zlib.crc32(data[12:32]) == int.from_bytes(data[8:12], "little") else None
-    except (zstandard.ZstdError, zlib.error, lzma.LZMAError):
+    except (zstandard.ZstdError, zlib.error, lzma.LZMAError, RuntimeError):  # lz4 raises RuntimeError
         return None
     return start[:16] or None
 
 
 def _hits(reader: Reader, needles: tuple[bytes, ...], start: int, stop: int) -> Iterator[tuple[int, bytes]]:
-    """Offsets of the needles in [start, stop), in order, found chunk by chunk."""
+    """Offsets of the needles in [start, stop), in order, found chunk by chunk.
+
+    The first bytes are compared four at a time, at each of the four alignments: several times faster than one search
+    of the bytes for each needle.
+    """
     overlap = max(map(len, needles)) - 1
+    heads = [(n, int.from_bytes(n[:4], "little"), 0xFFFFFFFF if len(n) > 3 else 0xFFFFFF) for n in needles]
     for at in range(start, stop, CHUNK):
-        data = bytes(reader.view(at, min(CHUNK + overlap, stop - at)))
-        for index, needle in sorted((i, n) for n in needles for i in _places(data, n) if i < CHUNK):
+        data = bytes(reader.view(at, min(CHUNK + overlap, stop - at))) + b"\0\0\0"
+        found = []
+        for shift in range(4):
+            words = np.frombuffer(data, "<u4", (len(data) - shift) // 4, shift)
+            for needle, head, mask in heads:
+                is_equal = words == head if mask == 0xFFFFFFFF else words & mask == head
+                if is_equal.any():
+                    places = (4 * np.flatnonzero(is_equal) + shift).tolist()
+                    found += [(i, needle) for i in places if i < CHUNK and data.startswith(needle, i)]
+        for index, needle in sorted(found):
             yield at + index, needle
         if (at - start) % RELEASE == 0:
             reader.release()
-
-
-def _places(data: bytes, needle: bytes) -> Iterator[int]:
-    index = data.find(needle)
-    while index >= 0:
-        yield index
-        index = data.find(needle, index + 1)

@@ -27,6 +27,7 @@ from gpubloat.libraries.reader import Reader
 AR_MAGIC = b"!<arch>\n"
 THIN_MAGIC = b"!<thin>\n"
 MAGICS = (ELF_MAGIC, AR_MAGIC, THIN_MAGIC, FATBIN_MAGIC.to_bytes(4, "little"), OLD_MAGIC.to_bytes(4, "little"))
+MAX_NAME = 1024  # characters of a wheel member's name: it stands in every row of the tables
 IN_MEMORY = 256 << 20  # a compressed wheel member up to this size is unpacked in memory, a larger one beside it
 _LOCAL_HEADER = Struct("<4s22xHH")
 # What Python's zipfile raises for damaged archives.
@@ -155,9 +156,12 @@ def _folder(root: Path) -> tuple[list[Input], int]:
                 found.append(Input(relative, home, str(path)))
             else:
                 skipped += 1
-    for error in errors:
-        relative, reason = Path(error.filename).relative_to(root).as_posix(), f"cannot be listed: {error.strerror}"
-        found.append(Input(relative, home, error.filename, error=reason))
+    for unlisted in errors:
+        relative, reason = (
+            Path(unlisted.filename).relative_to(root).as_posix(),
+            f"cannot be listed: {unlisted.strerror}",
+        )
+        found.append(Input(relative, home, unlisted.filename, error=reason))
     return found, skipped
 
 
@@ -216,6 +220,8 @@ def _wheel(path: Path, root: str) -> tuple[list[Input], int]:
 
 def _member(wheel: zipfile.ZipFile, info: zipfile.ZipInfo) -> IO[bytes]:
     """A member to read from. Wheels are stored or deflated; the sizes are checked as far as they can be."""
+    if len(info.filename) > MAX_NAME:
+        raise zipfile.BadZipFile(f"a member has a name of {len(info.filename)} characters")
     if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise zipfile.BadZipFile(f"{info.filename} is compressed by method {info.compress_type}")
     # Deflate packs 1032 to 1 at most: a larger claim is a lie, refused before memory is taken for it.

@@ -77,6 +77,11 @@ class Reader:
         part.map = self.map
         return part
 
+    def check_text(self, length: int) -> None:
+        """FormatError where tables would repeat far more text than the file holds: one long name on very many rows."""
+        if length > 64 * self.size + 65536:
+            raise self.error(0, f"names that would fill {length} bytes, in a file of {self.size}")
+
     def release(self) -> None:
         """Give the pages read so far back to the system; they are read again when touched."""
         if self.map is not None:

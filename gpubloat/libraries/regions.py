@@ -7,7 +7,7 @@ and a hit counts only if the whole chain of elements behind it is consistent.
 
 from __future__ import annotations
 
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right, insort
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from struct import Struct
@@ -219,10 +219,11 @@ def _prelinked(reader: Reader, elf: Elf, address: int, seen: set[int]) -> list[i
 def _explain_rest(reader: Reader, named: list[Range], found: Found) -> None:
     """Bytes of the fatbin sections that belong to no region: say what they are, once for each gap."""
     spans = [(r.offset, r.offset + r.size) for r in found.regions]
-    seen = {p.offset for p in found.problems}
+    seen = sorted(p.offset for p in found.problems)
     for a, b in _gaps(spans, named):
         a += -a % 8
-        if b - a < 16 or a in seen or not np.frombuffer(reader.view(a, b - a), np.uint8).any():
+        is_explained = bisect_left(seen, a) < bisect_left(seen, b)
+        if b - a < 16 or is_explained or not np.frombuffer(reader.view(a, b - a), np.uint8).any():
             continue
         try:
             fatbin.region(reader, a)

@@ -91,8 +91,8 @@ def scan(
     found = inputs.discover(given)
     with RunWriter("libraries", list(TABLES), out, force) as writer:
         for tables in _progress(_each(found.files, options, executor), len(found.files), progress):
-            for name, frame in tables.items():
-                writer.append(name, frame)
+            for name in list(tables):
+                writer.append(name, tables.pop(name))  # not kept while the next file is read
         record = provenance(command, METHOD, _roots(found.files, digests))
         record |= {"target": target, "n_files_without_code": found.n_skipped, "empty": _why_empty(found, options)}
         return writer.finish(record)
@@ -304,6 +304,9 @@ def _frames(entry: Input, reader: Reader, file: _File, form: str, digest: str) -
     else:
         elements = elements.assign(fit=None, is_loadable=pd.array([pd.NA] * len(elements), "boolean"))
     spans = sorted(s for s in file.spans if s[1] > s[0])
+    rows = [*spans, *file.elements, *file.kernels, *file.variables]
+    held = [s[2] for s in spans] + [row[0] for row in file.elements]
+    reader.check_text(len(file.library) * len(rows) + sum(map(len, held)))
     sections = frame("sections", [(section, label, a, b - a) for a, b, section, label in spans])
     by_label = sections.groupby("label")["size_bytes"].sum()
     n_cold = [c.n_cold for c in file.counts if c.n_cold is not None]

@@ -50,7 +50,10 @@ def _from_header(elf: Elf, frame: Section) -> Array | None:
         if tuple(encodings) != _PCREL_SDATA4_TABLE or count * 8 > section.sh_size - _HDR.size or not count:
             return None
         table = elf.reader.array("<i4", section.sh_offset + _HDR.size, 2 * count, ".eh_frame_hdr table")
-        offsets = table[1::2].astype(np.int64) + (section.sh_addr - frame.sh_addr + frame.sh_offset)
+        shift = section.sh_addr - frame.sh_addr + frame.sh_offset
+        if abs(shift) >= 1 << 62:
+            return None
+        offsets = table[1::2].astype(np.int64) + shift
         inside = (offsets >= frame.sh_offset) & (offsets <= frame.sh_offset + frame.sh_size - 16)
         return np.unique(offsets) if inside.all() else None
     return None

@@ -171,10 +171,11 @@ class Oracle(Table):
     """One row = one library of a census: what other readers of the same file find.
 
     cuobjdump sees `.nv_fatbin`, and `__nv_relfatbin` where asked for all or where there is nothing else; `visible`
-    counts are ours of that part, which must be equal. cubloaty looks into all sections.
+    counts are ours of that part. cubloaty looks into all sections.
     """
 
     library: Series[str] = column("see libraries", unique=True)
+    cuobjdump: Series[str] = column("its version: the newest that reads all cubins of the file")
     n_cubins_visible: Series[int] = column("our cubins in the sections that cuobjdump shows", ge=0)
     n_cubins_cuobjdump: Series[pd.Int64Dtype] = column("cuobjdump -lelf; empty if it refuses", nullable=True, ge=0)
     n_ptx_visible: Series[int] = column("our PTX in the sections that cuobjdump shows", ge=0)
@@ -187,13 +188,15 @@ class Oracle(Table):
     n_ptx_cuobjdump_all: Series[pd.Int64Dtype] = column("cuobjdump -lptx -all", nullable=True, ge=0)
     n_kernels_visible_all: Series[int] = column("the same with relocatable code", ge=0)
     n_kernels_cuobjdump_all: Series[pd.Int64Dtype] = column("cuobjdump -symbols -all", nullable=True, ge=0)
-    element_bytes: Series[int] = column("our element headers and payloads in all sections, raw cubins counted", ge=0)
+    element_bytes: Series[int] = column("our element headers and payloads in all sections", ge=0)
     element_bytes_cubloaty: Series[pd.Int64Dtype] = column("cubloaty's; empty if it refuses", nullable=True, ge=0)
-    n_kernels: Series[int] = column("our entry symbols of all cubins and PTX, in all sections", ge=0)
+    raw_cubin_bytes: Series[int] = column("our cubins without a fatbin around them, packed ones left out", ge=0)
+    raw_cubin_bytes_cubloaty: Series[pd.Int64Dtype] = column("cubloaty's; empty if it refuses", nullable=True, ge=0)
+    n_kernels: Series[int] = column("our entry symbols in all of these, PTX included", ge=0)
     n_kernels_cubloaty: Series[pd.Int64Dtype] = column("cubloaty's; empty if it refuses", nullable=True, ge=0)
     is_elements_equal: Series[bool] = column("cuobjdump lists the same cubins and PTX of each target, both ways")
     is_kernels_equal: Series[bool] = column("cuobjdump shows the same names in each cubin of each target, both ways")
-    is_cubloaty_equal: Series[bool] = column("same elements, bytes and kernels of each kind and target")
+    is_cubloaty_equal: Series[bool] = column("same elements, bytes, kernels of each kind and target; same raw cubins")
     difference: Series[str] = column("what differs and why; empty where everything is equal")
 
 
@@ -207,6 +210,7 @@ TABLES: dict[str, type[Table]] = {
     "variables": Variables,
     "problems": Problems,
 }
+
 
 class Choices(Table):
     """One row = one element of a test region, held before a real driver: did it take the element?"""

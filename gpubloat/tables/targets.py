@@ -122,7 +122,8 @@ def fit(elements: pd.DataFrame, target: str) -> pd.DataFrame:
         inner = elements["member"].notna()
         element = [*where, elements["element"]]
         some = (inner & fits.isin(LOADABLE)).groupby(element).transform("any").astype(bool)
-        fits = fits.mask(outer & ~some, "other_architecture")
+        # Its members come behind it: the reason of the last one stands for all.
+        fits = fits.mask(outer & ~some, fits.groupby(element).transform("last"))
         # Without its members (a table that cannot be read) nothing is known of it.
         fits = fits.mask(outer & ~inner.groupby(element).transform("any").astype(bool), "unknown")
     fits = fits.astype(elements["kind"].dtype)
