@@ -244,7 +244,11 @@ def measure(folder: Path, rounds: int, out: Path | None) -> None:
     for path in (torch, cublas):
         rows += compete(
             f"kernels of {path.name}",
-            {"cuobjdump -symbols": [tool, "-symbols", str(path)], "scan --kernels": ours("kernels", path)},
+            {
+                "cuobjdump -symbols": [tool, "-symbols", str(path)],
+                "scan --kernels": ours("kernels", path),
+                "decompression alone": ours("decompress", path),
+            },
             rounds,
         )[0]
     stack, answers = compete(
@@ -277,13 +281,14 @@ def measure(folder: Path, rounds: int, out: Path | None) -> None:
     unpacked = answers["decompression alone"]["decompressed_bytes"]
     for what, size in (("file", files), ("decompressed", unpacked)):
         table.loc[is_stack & inner, f"{what}_bytes_per_s"] = size / table["median_s"]
-    version = oracles.cuobjdump_version(tool)
-    print(f"\n{os.cpu_count()} cores, load {load:.2f} before, cuobjdump {version}, warm page cache")
-    shown = table.drop(columns=["note"]).assign(peak_rss_bytes=(table["peak_rss_bytes"] / 2**20).round())
-    print(shown.rename(columns={"peak_rss_bytes": "peak_MiB"}).to_string(index=False, float_format="%.3g", na_rep=""))
-    print(f"\n{files / 1e9:.2f} GB of files, {unpacked / 1e9:.2f} GB of decompressed code")
     if out:
         table.to_csv(out, index=False, float_format="%.6g")
+    version = oracles.cuobjdump_version(tool)
+    print(f"\n{os.cpu_count()} cores, load {load:.2f} before, cuobjdump {version}, warm page cache")
+    shown = table.drop(columns="note").rename(columns={"peak_rss_bytes": "peak_MiB"})
+    shown["peak_MiB"] = (table["peak_rss_bytes"] // 2**20).astype(object)
+    print(shown.to_string(index=False, float_format=lambda value: f"{value:.3g}", na_rep=""))
+    print(f"\n{files / 1e9:.2f} GB of files, {unpacked / 1e9:.2f} GB of decompressed code")
     sys.exit(0 if judge(table) else 1)
 
 

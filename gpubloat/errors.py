@@ -25,6 +25,8 @@ class GpubloatError(Exception):
 
 def printable(text: str) -> str:
     """Names come from files: one with a newline or a terminal's escape sequence in it is shown escaped."""
+    if text.isprintable():
+        return text
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 

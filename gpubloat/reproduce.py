@@ -27,6 +27,8 @@ def execute(folder: Path, timeout_s: int = 1200) -> Iterator[tuple[str, float]]:
         start = time.perf_counter()
         notebook = nbformat.read(path, as_version=4)
         client = NotebookClient(notebook, timeout=timeout_s, resources={"metadata": {"path": str(folder)}})
+        # The kernel talks over a local socket: no port is opened, and no warning about one is printed.
+        client.create_kernel_manager().transport = "ipc"
         try:
             client.execute(cwd=str(folder))
         except CellExecutionError as error:

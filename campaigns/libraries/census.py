@@ -37,8 +37,7 @@ from tests import oracles  # noqa: E402
 LEFT_OUT = ("functions", "kernels", "variables")
 WHY_LEFT_OUT = "left out of the committed census for size; the counts are in libraries and elements"
 SHORT_CUBINS = (
-    "cubloaty ends a bare cubin before a last section of a processor's own type (.nv.info); the next cubin starts "
-    "right behind our end"
+    "cubloaty ends a bare cubin before a last section of a processor's own type (.nv.info), which belongs to it"
 )
 
 
@@ -171,17 +170,16 @@ def _or_refusal(cubin: Path, tool: str) -> list[str] | str:
 
 
 def _tool(file: Path, tools: list[str]) -> tuple[str | None, list[str]]:
-    """The first of `tools` that reads all cubins of `file`, and why those before it do not."""
+    """The first of `tools` that reads all cubins of `file`, and a sentence on those before it."""
     refusals = []
     for tool in tools:
+        version = oracles.cuobjdump_version(tool)
         try:
             oracles.listed_elements(file, all=True, tool=tool)
         except oracles.OracleError as error:
-            refusals.append(
-                f"cuobjdump {oracles.cuobjdump_version(tool)} refuses the file ({str(error).split(' : ')[-1]})"
-            )
+            refusals.append(f"cuobjdump {version} refuses the file ({str(error).split(' : ')[-1].rstrip('.')})")
         else:
-            return tool, [*refusals, "compared with an older one"] if refusals else []
+            return tool, [f"{'; '.join(refusals)}: compared with {version}"] if refusals else []
     return None, refusals
 
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from gpubloat.errors import FormatError
-from gpubloat.libraries import cubin, fatbin, hostdata
+from gpubloat.libraries import cubin, cubinhead, fatbin, hostdata
 from gpubloat.libraries.cubin import Contents
 from gpubloat.libraries.fatbin import Element
 from gpubloat.libraries.hostdata import RawCubin
@@ -17,7 +17,7 @@ from gpubloat.libraries.reader import Reader
 BATCH_BYTES = 16 << 20
 BATCH_ELEMENTS = 256
 # What all elements of a file may decompress to together: 16 times what a "size" build packs, and room for small files.
-MAX_RATIO, MAX_FLOOR = 128, 4 << 30
+MAX_RATIO, MAX_FLOOR = 128, 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +57,29 @@ def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> 
             yield Read(piece.region, piece.index, None, "", None, error)
     # Rows and their names, too, are bounded by the size of the file: a payload of zeros packs 10,000 to 1.
     left = 64 * reader.size + (64 << 20)
-    for read in _in_order(reader, list(_batches(allowed)), threads or os.cpu_count() or 1):
-        if read.contents is not None:
-            left -= sum(len(name) + 64 for name in (*read.contents.kernels, *read.contents.variables))
-            if left < 0:
-                error = reader.error(0, "more names of kernels and variables than a file of this size can have")
-                read = replace(read, contents=None, error=error)
-        yield read
+    batches = list(_batches(allowed))
+    reads = _in_order(reader, batches, threads or os.cpu_count() or 1)
+    for batch in batches:
+        if left >= 0:
+            found = next(reads)
+            inside = [read.contents for read in found if read.contents is not None]
+            left -= sum(len(name) + 64 for c in inside for name in (*c.kernels, *c.variables))
+        else:
+            reads.close()
+            error = reader.error(batch[0].code.offset, "not read: the file has more names than a real one can hold")
+            found = [Read(piece.region, piece.index, None, "", None, error) for piece in batch]
+        yield from found
 
 
-def _in_order(reader: Reader, batches: list[list[Code]], workers: int) -> Iterator[Read]:
+def _in_order(reader: Reader, batches: list[list[Code]], workers: int) -> Generator[list[Read], None, None]:
     if workers == 1 or len(batches) < 2:
-        for batch in batches:
-            yield from _read_batch(reader, batch)
+        yield from (_read_batch(reader, batch) for batch in batches)
         return
-    with ThreadPoolExecutor(workers) as pool:
-        for reads in pool.map(lambda batch: _read_batch(reader, batch), batches):
-            yield from reads
+    pool = ThreadPoolExecutor(workers)
+    try:
+        yield from pool.map(lambda batch: _read_batch(reader, batch), batches)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 def _batches(pieces: Iterable[Code]) -> Iterator[list[Code]]:
@@ -103,11 +109,16 @@ def _read_batch(reader: Reader, batch: list[Code]) -> list[Read]:
 
 def _read(reader: Reader, piece: Code) -> list[Read]:
     code = piece.code
+    if code.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
+        return []
+    if code.kind == "cubin" and code.compression == "zstd":
+        start = code.offset + code.header_size
+        contents = cubinhead.read(reader, reader.view(start, code.stored_size, "cubin"), code.uncompressed_size)
+        if contents is not None:
+            return [Read(piece.region, piece.index, None, code.target or "", contents)]
     if isinstance(code, RawCubin):
         data = memoryview(hostdata.content(reader, code))
         return [Read(piece.region, piece.index, None, code.target, _inside(reader, "cubin", data))]
-    if code.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
-        return []
     data = memoryview(fatbin.payload(reader, code))
     if code.kind != "concat":
         return [Read(piece.region, piece.index, None, code.target or "", _inside(reader, code.kind, data))]

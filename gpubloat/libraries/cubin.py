@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from struct import Struct
 
 import numpy as np
 
@@ -20,13 +21,14 @@ STO_CUDA_ENTRY = 0x10
 # e_flags: ABI version 8 (CUDA 13) moved the target from the low byte to the second one.
 ABI_V2 = 8
 FLAG_ARCH_V1, FLAG_ARCH_V2 = 0x800, 0x8
-MAX_SYMBOLS = 1 << 19  # of one cubin or PTX text; the largest real ones have some ten thousand
+MAX_SYMBOLS = 1 << 19  # of one cubin; the largest real ones have some ten thousand
 STV_INTERNAL = 1
 STT_CUDA_OBJECT = 13  # a variable in relocatable code
 # Section of type CUDA_COMPAT_INFO; its attribute CUDA_ACCELERATOR_TARGET (a byte) marks suffix a since CUDA 13.
 SHT_CUDA_COMPAT_INFO = 0x70000086
 ACCELERATOR_TARGET = b"\x02\x09\x01"
 
+_SHNUM = Struct("<60xH")
 _ENTRY_NAME = re.compile(rb"\.entry\s+([A-Za-z_$%][A-Za-z0-9_$]*)")
 
 
@@ -48,18 +50,24 @@ def read(reader: Reader) -> Contents:
     if not len(tables):
         return Contents([], [], [], [])
     table = sections[tables[0]]
-    symbols = reader.array(elf.SYM, int(table["sh_offset"]), int(table["sh_size"]) // elf.SYM.itemsize, "symbols")
+    count = int(table["sh_size"]) // elf.SYM.itemsize
+    if count > MAX_SYMBOLS:
+        raise reader.error(int(table["sh_offset"]), f"cubin with {count} symbols")
+    symbols = reader.array(elf.SYM, int(table["sh_offset"]), count, "symbols")
     if table["sh_link"] >= len(sections):
         raise reader.error(int(table["sh_offset"]), "symbol table without a string table")
     strings = sections[table["sh_link"]]
     names = Strings(reader, int(strings["sh_offset"]), int(strings["sh_size"]))
+    return of_symbols(symbols, names)
+
+
+def of_symbols(symbols: Array, names: Strings) -> Contents:
+    """Kernels and variables among the symbols (dtype elf.SYM) of a cubin."""
     symbols = symbols[symbols["st_shndx"] != 0]
     kind = symbols["st_info"] & 0xF
     entries = symbols[(kind == elf.STT_FUNC) & (symbols["st_other"] & STO_CUDA_ENTRY != 0)]
     # Also the local ones: in whole-program code all are, and the host copies to and from them nevertheless. Not the
     # internal ones: parameters of kernels.
-    if len(symbols) > MAX_SYMBOLS:
-        raise reader.error(int(table["sh_offset"]), f"cubin with {len(symbols)} symbols")
     is_variable = (kind == elf.STT_OBJECT) | (kind == STT_CUDA_OBJECT)
     variables = symbols[is_variable & (symbols["st_other"] & 3 != STV_INTERNAL)]
     kernels, sizes = _named(names, entries)
@@ -79,11 +87,11 @@ def read_ptx(reader: Reader) -> Contents:
     """
     data = bytes(reader.view(0, reader.size))
     names: dict[str, None] = {}
-    hits = 0
+    left = min(4096 + len(data) // 64, MAX_SYMBOLS)  # the shortest real entry is longer than 64 bytes
     at = data.find(b".entry")
     while at >= 0:
-        hits += 1
-        if hits > MAX_SYMBOLS:
+        left -= 1
+        if left < 0:
             raise reader.error(at, "more entries in PTX than a real text can have")
         before = data[max(at - 64, 0) : at]  # no further: a text without line ends would be read once for each hit
         line = before[max(before.rfind(b"\n"), before.rfind(b"}")) + 1 :]
@@ -130,6 +138,11 @@ def _is_architecture_specific(reader: Reader, head: Header) -> bool:
     return False
 
 
+def n_sections(reader: Reader, offset: int, limit: int) -> int:
+    """What the header at `offset` says; 0 if it does not fit."""
+    return int(reader.unpack(_SHNUM, offset, "e_shnum")[0]) if offset + elf.EHDR.size <= limit else 0
+
+
 def extent(reader: Reader, offset: int, limit: int) -> int | None:
     """Length of the cubin in [offset, limit), or None if the bytes there are not a consistent cubin.
 
@@ -146,9 +159,9 @@ def extent(reader: Reader, offset: int, limit: int) -> int | None:
         stored = sections[(sections["sh_type"] != elf.SHT_NOBITS) & (sections["sh_type"] != 0)]
         if not len(stored):
             return None
-        ends += (stored["sh_offset"].astype(object) + stored["sh_size"].astype(object)).tolist()
-        if max(ends) > part.size:
+        if max(int(stored["sh_offset"].max()), int(stored["sh_size"].max()), *ends) > part.size:
             return None
-        return int(max(ends))
+        end = max(int((stored["sh_offset"] + stored["sh_size"]).max()), *ends)
+        return end if end <= part.size else None
     except FormatError:
         return None

@@ -205,6 +205,14 @@ def payload(reader: Reader, element: Element) -> bytes | memoryview:
     return unlz4(reader, at, packed, element.uncompressed_size)
 
 
+def decompressor() -> zstandard.ZstdDecompressor:
+    """This thread's: making one costs as much as decompressing a small cubin."""
+    if not hasattr(_local, "zstd"):
+        _local.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_UNCOMPRESSED)
+    found: zstandard.ZstdDecompressor = _local.zstd
+    return found
+
+
 def unzstd(reader: Reader, at: int, packed: memoryview, size: int) -> bytes:
     """`size` bytes from the zstd frame `packed`, which lies at byte `at` of the file."""
     _check_size(reader, at, size)
@@ -212,9 +220,7 @@ def unzstd(reader: Reader, at: int, packed: memoryview, size: int) -> bytes:
         declared = zstandard.get_frame_parameters(packed).content_size
         if declared not in (size, zstandard.CONTENTSIZE_UNKNOWN):
             raise ValueError(f"the zstd frame holds {declared} bytes, the header says {size}")
-        if not hasattr(_local, "zstd"):
-            _local.zstd = zstandard.ZstdDecompressor(max_window_size=MAX_UNCOMPRESSED)
-        data: bytes = _local.zstd.decompress(packed, max_output_size=size)
+        data: bytes = decompressor().decompress(packed, max_output_size=size)
     except (zstandard.ZstdError, ValueError, MemoryError) as error:
         raise reader.error(at, f"payload does not decompress: {error}") from None
     return _complete(reader, at, data, size)

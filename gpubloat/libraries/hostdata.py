@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from struct import Struct
+from typing import ClassVar
 
 import lz4.frame
 import numpy as np
@@ -53,6 +54,9 @@ class RawCubin:
     compression: str
     target: str
 
+    kind: ClassVar[str] = "cubin"
+    header_size: ClassVar[int] = 0
+
     @property
     def stored_size(self) -> int:
         return self.size
@@ -86,7 +90,7 @@ def search(reader: Reader, places: list[Range]) -> tuple[list[RawCubin], list[Pr
                 continue  # inside the last find
             if needle == CUBIN_IDENT:
                 found = _plain(reader, hit, b)
-                failures += found is None
+                failures += 0 if found else 1 + cubin.n_sections(reader, hit, b) // 64
                 if failures > 10_000:
                     raise reader.error(hit, "more false cubin headers than a real file can have")
             else:
@@ -183,7 +187,7 @@ def _start_of(form: str, data: bytes) -> bytes | None:
             start = lz4.frame.LZ4FrameDecompressor().decompress(data, 1 << 20)
         elif form == "gzip":
             inflate = zlib.decompressobj(31)
-            start = inflate.decompress(data, 1 << 20)
+            start = inflate.decompress(data, _TRIAL_BYTES)
             if len(start) < 256 and not inflate.eof:
                 return None
         elif form == "xz":

@@ -33,7 +33,7 @@ _LOCAL_HEADER = Struct("<4s22xHH")
 # What Python's zipfile raises for damaged archives.
 _WHEEL_ERRORS = (
     zipfile.BadZipFile, zlib.error, struct.error, NotImplementedError, RuntimeError, EOFError, OSError, ValueError,
-    KeyError, OverflowError,
+    LookupError, OverflowError,
 )  # fmt: skip
 
 

@@ -22,7 +22,9 @@ from gpubloat.libraries.hostdata import CHUNK, RELEASE, RawCubin
 from gpubloat.libraries.reader import Problem, Range, Reader
 
 MAX_REGIONS = 1 << 18  # cuBLASLt, the library with most of them, has 2,782
-NAMED = (".nv_fatbin", "__nv_relfatbin", ".hip_fatbin")
+MAX_LISTED = 1 << 16  # pointers in all the lists of version 2 wrappers; NCCL has 128
+NAMED = (".nv_fatbin", "__nv_relfatbin")
+HIP = ".hip_fatbin"  # code objects of AMD GPUs (LLVM, CGCUDANV.cpp)
 WRAPPER = np.dtype([("magic", "<u4"), ("version", "<u4"), ("data", "<u8"), ("list", "<u8")])
 WRAPPER_MAGIC = 0x466243B1
 _UPX = b"UPX!"
@@ -50,6 +52,9 @@ def find(reader: Reader, elf: Elf | None) -> Found:
     _explain_rest(reader, named, found)
     found.cubins, problems = hostdata.search(reader, _data_places(reader, elf, found))
     found.problems += problems
+    for section in elf.named(HIP) if elf else ():
+        detail = f"{section.file_size} bytes of AMD GPU code in {HIP}: counted as data, not analysed"
+        found.problems.append(Problem(section.sh_offset, "other_vendor", detail))
     if elf is not None and not elf.sections:
         at = bytes(reader.view(0, min(CHUNK, reader.size))).find(_UPX)
         if at >= 0:
@@ -203,7 +208,7 @@ def _prelinked(reader: Reader, elf: Elf, address: int, seen: set[int]) -> list[i
     Places in `seen` were read for another wrapper and are not read again.
     """
     found: list[int] = []
-    while address and address not in seen and len(seen) < MAX_REGIONS:
+    while address and address not in seen and len(seen) < MAX_LISTED:
         seen.add(address)
         offset = int(elf.file_offsets(np.array([address], np.uint64))[0])
         if offset < 0 or offset + 8 > reader.size:
@@ -241,7 +246,7 @@ def _data_places(reader: Reader, elf: Elf | None, found: Found) -> list[Range]:
         return list(_gaps(spans, [(0, reader.size)]))
     if not elf.sections:
         return list(_gaps(spans, [(1, reader.size)]))  # the ELF header itself is no find
-    skip = (".debug", ".eh_frame", ".comment", ".strtab", ".shstrtab", ".note", ".gnu_debugdata")
+    skip = (".debug", ".eh_frame", ".comment", ".strtab", ".shstrtab", ".note", ".gnu_debugdata", HIP)
     places = [
         (s.sh_offset, s.sh_offset + s.sh_size)
         for s in elf.sections

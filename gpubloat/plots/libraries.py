@@ -167,9 +167,18 @@ def _heatmap(ax: Axes, wide: pd.DataFrame, unit: str) -> Axes:
 
 
 def _write_cells(ax: Axes, values: np.ndarray, is_bright: np.ndarray) -> None:
-    """Numbers in the cells, dark on bright colours and bright on dark ones; a dot is less than 0.05."""
+    """Numbers in the cells, dark on bright colours and bright on dark ones; empty cells stay empty."""
     size = 6.0 if values.shape[1] <= 14 else 5.0
     for (y, x), value in np.ndenumerate(values):
-        if np.isfinite(value) and value > 0:
-            text = f"{value:,.0f}" if value >= 9.95 else f"{value:.1f}".lstrip("0") if value >= 0.05 else "·"
-            ax.text(x, y, text, ha="center", va="center", fontsize=size, color="black" if is_bright[y, x] else "white")
+        if np.isfinite(value):
+            color = "black" if is_bright[y, x] else "white"
+            ax.text(x, y, _short_number(value), ha="center", va="center", fontsize=size, color=color)
+
+
+def _short_number(value: float) -> str:
+    """Two or three characters: 12, 1.2, .1; a dot is less than 0.05."""
+    if value >= 9.95:
+        return f"{value:,.0f}"
+    if value >= 0.05:
+        return f"{value:.1f}".lstrip("0")
+    return "·" if value else "0"

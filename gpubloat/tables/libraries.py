@@ -32,6 +32,7 @@ PROBLEMS = (
     "undecodable_payload",
     "compressed_data",  # host data in a general compression format: its content was not analysed
     "packed",  # by an executable packer such as UPX: its content was not analysed
+    "other_vendor",  # GPU code that is not NVIDIA's: not analysed
     "misaligned_segment",  # PT_LOAD that no loader can map, as left behind by some rewriters
 )
 

@@ -170,7 +170,7 @@ def concat(
     **damage: int,
 ) -> bytes:
     """A concatenated element of (kind, target number, flags, code) members, each padded to 8 in the stream."""
-    rows, stream = b"", b""
+    rows, stream = bytearray(), bytearray()
     for index, (kind, number, flags, data) in enumerate(members):
         name = identifiers[index] if index < len(identifiers) else b""
         size = len(data) + -len(data) % 8
@@ -178,5 +178,5 @@ def concat(
         rows += struct.pack("<HHIQIIHHIIIQQQ", kind, 0x0101, len(stream), size, 0, 0, 8, 1, number, *named, flags, 0, 0)
         rows += name + bytes(8 - len(name) % 8) if name else b""
         stream += data + bytes(size - len(data))
-    table = struct.pack("<II", len(members) if count is None else count, 8 + len(rows)) + rows
-    return element(stream, kind=CONCAT, number=0, how=how, options=table, version=(1, 0), **damage)
+    table = struct.pack("<II", len(members) if count is None else count, 8 + len(rows)) + bytes(rows)
+    return element(bytes(stream), kind=CONCAT, number=0, how=how, options=table, version=(1, 0), **damage)

@@ -171,19 +171,6 @@ def test_other_bytes() -> None:
     assert spans(b"", is_elf=False) == []
 
 
-def test_fatbin_last_behind_bss_beyond_two_gigabytes(tmp_path: Path) -> None:
-    file = elf.Elf(base=1 << 33)
-    file.text()
-    file.bss(1 << 31)
-    held = file.rodata(".nv_fatbin", REGION, offset=(1 << 31) + 8)
-    file.wrappers([held.sh_addr])
-    path = file.image().write(tmp_path / "large.so")
-    found = tables(path, functions=False, digests=False)
-    assert found["regions"]["offset_bytes"].tolist() == [held.sh_offset]
-    assert found["regions"]["is_wrapped"].tolist() == [True]
-    assert found["libraries"]["file_bytes"].tolist() == [path.stat().st_size]
-
-
 SECTIONS = st.lists(
     st.tuples(
         st.sampled_from([".text", ".rodata", ".nv_fatbin", ".symtab", ".bss", ".strtab", ""]),

@@ -69,7 +69,7 @@ def test_heatmaps_show_what_the_table_says(ax) -> None:
     np.testing.assert_allclose(ax.images[0].get_array(), [[1, 0], [0.5, 0.25]])
     assert [t.get_text() for t in ax.get_xticklabels()] == ["sm_80", "sm_90"]
     assert [t.get_text() for t in ax.get_yticklabels()] == ["b (9 MB)", "a (4 MB)"]
-    assert [t.get_text() for t in ax.texts] == ["9.0", "2.0", "1.0"]
+    assert [t.get_text() for t in ax.texts] == ["9.0", "0", "2.0", "1.0"]
 
 
 def test_target_heatmap_has_one_column_for_ptx(ax) -> None:
