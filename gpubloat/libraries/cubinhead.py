@@ -15,13 +15,14 @@ from collections.abc import Iterator
 import numpy as np
 import zstandard
 
+from gpubloat.errors import FormatError
 from gpubloat.libraries import cubin, elf, fatbin
 from gpubloat.libraries.cubin import Contents
 from gpubloat.libraries.elf import Array
 from gpubloat.libraries.reader import Reader
 
 FIRST = 128 << 10  # one zstd block
-GROWTH = 2
+MOST = 0.75
 _NAMES_START = b"\0.shstrtab\0.strtab\0"
 _CODE_SECTION = re.compile(rb"\0\.text\.([^\0]+)")
 _AT = elf.EHDR.size
@@ -38,25 +39,29 @@ def read(reader: Reader, packed: memoryview, size: int) -> Contents | None:
             found = _symbols(head)
             if isinstance(found, tuple):
                 symbols, names = found
+                if len(symbols) > cubin.MAX_SYMBOLS:
+                    return None
                 strings = elf.Strings(Reader(f"{reader.path}(element)", names), 0, len(names))
                 contents = cubin.of_symbols(symbols, strings)
                 return contents if _is_complete(head, symbols, strings, contents.kernels) else None
             if not found:
                 return None
-    except zstandard.ZstdError:
+    except (zstandard.ZstdError, FormatError):
         pass  # reading it whole will say what is wrong, and where
     return None
 
 
 def _prefixes(packed: memoryview, size: int) -> Iterator[bytes]:
-    """Longer and longer first parts of the content, up to half of it: beyond that, reading it whole is as good."""
+    """Longer and longer first parts of the content, up to `MOST` of it: beyond that, reading it whole is as good."""
     head = b""
-    want = FIRST
+    limit = int(size * MOST)
     with fatbin.decompressor().stream_reader(packed) as stream:
-        while want <= size // 2:
-            head += stream.read(want - len(head))
+        while len(head) < limit:
+            piece = stream.read(min(max(FIRST, len(head)), limit - len(head)))
+            if not piece:
+                return  # the frame holds less than was declared
+            head += piece
             yield head
-            want *= GROWTH
 
 
 def _symbols(head: bytes) -> tuple[Array, bytes] | bool:
