@@ -23,8 +23,8 @@ def targets() -> tuple[fatbin.Code, ...]:
 
 @pytest.fixture(scope="session")
 def libstdcpp() -> Path:
-    """The C++ runtime that some extension module has loaded: large, stripped, with an unwind table."""
-    import lief  # noqa: F401  (links it)
+    """The C++ runtime that an extension module has loaded: large, stripped, with an unwind table."""
+    import pyarrow  # noqa: F401  (links it)
 
     with open("/proc/self/maps", encoding="utf-8") as maps:
         return next(Path(line.split()[-1]) for line in maps if "libstdc++.so" in line)

@@ -1,4 +1,7 @@
-"""What is inside the elements: kernels and variables, read by threads (decompression leaves the interpreter lock)."""
+"""What is inside the elements: kernels and variables.
+
+What must be decompressed whole is read by threads: decompression leaves the interpreter lock to the others.
+"""
 
 from __future__ import annotations
 
@@ -20,6 +23,9 @@ BATCH_ELEMENTS = 256
 MAX_RATIO, MAX_FLOOR = 128, 1 << 30
 
 
+NOTHING = Contents([], [], [], [])
+
+
 @dataclass(frozen=True, slots=True)
 class Code:
     """One piece to read: a fatbin element or a raw cubin, and its numbers in the tables."""
@@ -31,44 +37,81 @@ class Code:
 
 @dataclass(frozen=True, slots=True)
 class Read:
-    """What was found in one piece, or in one member of a concatenated element; `error` if it could not be read."""
+    """What was found in one piece, or in one member of a concatenated element; nothing, and `error`, if unreadable."""
 
     region: int
     index: int
     member: int | None
     target: str
-    contents: Contents | None
+    contents: Contents
     error: FormatError | None = None
 
 
 def read_all(reader: Reader, pieces: list[Code], threads: int | None = None) -> Iterator[Read]:
-    """Read all pieces, in order. A damaged piece gives a `Read` with its error; the others are not touched by it."""
+    """Read all pieces; those that their first bytes tell all of come first, then the others, each in file order.
+
+    A damaged piece gives a `Read` with its error; the others are not touched by it.
+    """
+    allowed, refused = _affordable(reader, pieces)
+    yield from refused
+    # Rows and their names, too, are bounded by the size of the file: a payload of zeros packs 10,000 to 1.
+    left = 64 * reader.size + (64 << 20)
+    whole = []
+    for number, piece in enumerate(allowed):
+        read = _by_head(reader, piece) if left >= 0 else None
+        if read is None:
+            whole.append(piece)
+        else:
+            left -= _cost(read)
+            yield read
+        if number % BATCH_ELEMENTS == 0:
+            reader.release()
+    batches = list(_batches(whole))
+    reads = _in_order(reader, batches, threads or os.cpu_count() or 1)
+    for batch in batches:
+        if left >= 0:
+            found = next(reads)
+            left -= sum(map(_cost, found))
+        else:
+            reads.close()
+            error = reader.error(batch[0].code.offset, "not read: the file has more names than a real one can hold")
+            found = [Read(piece.region, piece.index, None, "", NOTHING, error) for piece in batch]
+        yield from found
+
+
+def _affordable(reader: Reader, pieces: list[Code]) -> tuple[list[Code], list[Read]]:
+    """The pieces that may be decompressed, and an error for each that would be beyond reason for the file's size."""
     left = MAX_RATIO * reader.size + MAX_FLOOR
-    allowed = []
+    allowed, refused = [], []
     for piece in pieces:
         size = piece.code.uncompressed_size
         left -= size if size <= fatbin.MAX_UNCOMPRESSED else 0  # a larger claim is refused when it is read
         if left >= 0:
             allowed.append(piece)
         else:
-            error = reader.error(
-                piece.code.offset, "not decompressed: the elements declare more than a real file can hold"
-            )
-            yield Read(piece.region, piece.index, None, "", None, error)
-    # Rows and their names, too, are bounded by the size of the file: a payload of zeros packs 10,000 to 1.
-    left = 64 * reader.size + (64 << 20)
-    batches = list(_batches(allowed))
-    reads = _in_order(reader, batches, threads or os.cpu_count() or 1)
-    for batch in batches:
-        if left >= 0:
-            found = next(reads)
-            inside = [read.contents for read in found if read.contents is not None]
-            left -= sum(len(name) + 64 for c in inside for name in (*c.kernels, *c.variables))
-        else:
-            reads.close()
-            error = reader.error(batch[0].code.offset, "not read: the file has more names than a real one can hold")
-            found = [Read(piece.region, piece.index, None, "", None, error) for piece in batch]
-        yield from found
+            detail = "not decompressed: the elements declare more than a real file can hold"
+            error = reader.error(piece.code.offset, detail)
+            refused.append(Read(piece.region, piece.index, None, "", NOTHING, error))
+    return allowed, refused
+
+
+def _cost(read: Read) -> int:
+    """About the bytes that the rows of a read take."""
+    inside = read.contents
+    return sum(sum(map(len, names)) + 64 * len(names) for names in (inside.kernels, inside.variables))
+
+
+def _by_head(reader: Reader, piece: Code) -> Read | None:
+    """What the first bytes of a packed cubin tell; None if it must be read whole.
+
+    Not in threads: so little is decompressed that handing over the interpreter lock would cost more.
+    """
+    code = piece.code
+    if code.kind != "cubin" or code.compression != "zstd":
+        return None
+    packed = reader.view(code.offset + code.header_size, code.stored_size, "cubin")
+    contents = cubinhead.read(reader, packed, code.uncompressed_size)
+    return None if contents is None else Read(piece.region, piece.index, None, code.target or "", contents)
 
 
 def _in_order(reader: Reader, batches: list[list[Code]], workers: int) -> Generator[list[Read], None, None]:
@@ -102,7 +145,7 @@ def _read_batch(reader: Reader, batch: list[Code]) -> list[Read]:
         try:
             found += _read(reader, piece)
         except FormatError as error:
-            found.append(Read(piece.region, piece.index, None, "", None, error))
+            found.append(Read(piece.region, piece.index, None, "", NOTHING, error))
     reader.release()
     return found
 
@@ -111,11 +154,6 @@ def _read(reader: Reader, piece: Code) -> list[Read]:
     code = piece.code
     if code.kind not in ("cubin", "ptx", "relocatable_ptx", "concat"):
         return []
-    if code.kind == "cubin" and code.compression == "zstd":
-        start = code.offset + code.header_size
-        contents = cubinhead.read(reader, reader.view(start, code.stored_size, "cubin"), code.uncompressed_size)
-        if contents is not None:
-            return [Read(piece.region, piece.index, None, code.target or "", contents)]
     if isinstance(code, RawCubin):
         data = memoryview(hostdata.content(reader, code))
         return [Read(piece.region, piece.index, None, code.target, _inside(reader, "cubin", data))]
@@ -135,4 +173,4 @@ def _inside(reader: Reader, kind: str, data: memoryview) -> Contents:
         return cubin.read(Reader(f"{reader.path}(element)", data))
     if kind in ("ptx", "relocatable_ptx"):
         return cubin.read_ptx(Reader(f"{reader.path}(element)", data))
-    return Contents([], [], [], [])
+    return NOTHING

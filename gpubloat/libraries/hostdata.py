@@ -84,6 +84,7 @@ def search(reader: Reader, places: list[Range]) -> tuple[list[RawCubin], list[Pr
     cubins: list[RawCubin] = []
     problems: list[Problem] = []
     failures = trials = behind = 0
+    left = 2 * reader.size + CHUNK  # bytes of false zstd frames that are walked through: they can share their blocks
     for a, b in places:
         for hit, needle in _hits(reader, (CUBIN_IDENT, *FORMATS), a, b):
             if hit < behind:
@@ -96,10 +97,11 @@ def search(reader: Reader, places: list[Range]) -> tuple[list[RawCubin], list[Pr
             else:
                 if trials >= MAX_TRIALS:
                     continue
-                found = _packed(reader, hit, b) if needle == ZSTD_MAGIC else None
-                trials += found is None
+                found, walked = _packed(reader, hit, b) if needle == ZSTD_MAGIC else (None, 0)
+                left -= walked
+                trials = MAX_TRIALS if left < 0 else trials + (found is None)
                 if trials == MAX_TRIALS:
-                    detail = f"{MAX_TRIALS} places look like compressed data; the rest of the file was not looked into"
+                    detail = "too many places look like compressed data; the rest of the file was not looked into"
                     problems.append(Problem(hit, "compressed_data", detail))
                 if found is None and len(problems) < MAX_CLAIMS:
                     problems += _claim(reader, hit, b, FORMATS[needle], is_last=len(problems) == MAX_CLAIMS - 1)
@@ -116,16 +118,22 @@ def _plain(reader: Reader, offset: int, limit: int) -> RawCubin | None:
     return RawCubin(offset, size, size, "none", cubin.target(reader.window(offset, size, "cubin")))
 
 
-def _packed(reader: Reader, offset: int, limit: int) -> RawCubin | None:
-    """The zstd frame at `offset` if it holds a cubin: only its block headers and its first bytes are read."""
+def _packed(reader: Reader, offset: int, limit: int) -> tuple[RawCubin | None, int]:
+    """The zstd frame at `offset` if it holds a cubin: only its block headers and its first bytes are read.
+
+    Without one, also how many bytes were walked through in vain.
+    """
+    size = 0
     try:
         size, content_size = _frame(reader, offset, limit)
         start = _first(reader.view(offset, size), EHDR.size)
         if start[:7] != CUBIN_IDENT or _MACHINE.unpack_from(start)[0] != EM_CUDA:
-            return None
-        return RawCubin(offset, size, content_size, "zstd", cubin.target(Reader(reader.path, start)))
-    except (FormatError, zstandard.ZstdError):
-        return None
+            return None, size
+        return RawCubin(offset, size, content_size, "zstd", cubin.target(Reader(reader.path, start))), 0
+    except FormatError as error:
+        return None, error.offset
+    except zstandard.ZstdError:
+        return None, size
 
 
 def _frame(reader: Reader, offset: int, limit: int) -> tuple[int, int]:
@@ -150,7 +158,7 @@ def _frame(reader: Reader, offset: int, limit: int) -> tuple[int, int]:
         if is_last:
             break
     else:
-        raise frame.error(0, f"zstd frame of more than {MAX_BLOCKS} blocks")
+        raise frame.error(at, f"zstd frame of more than {MAX_BLOCKS} blocks")
     at += 4 * parameters.has_checksum
     frame.view(0, at, "zstd frame")
     return at, parameters.content_size

@@ -9,13 +9,15 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Any
 
+import numpy as np
 import pandas as pd
 
 from gpubloat.errors import FormatError
 from gpubloat.libraries import archive, contents, elf, fatbin, functions, hostdata, inputs, layout, regions
-from gpubloat.libraries.contents import Code
+from gpubloat.libraries.contents import Code, Read
 from gpubloat.libraries.elf import Elf
 from gpubloat.libraries.fatbin import Element, Region
 from gpubloat.libraries.functions import Counts
@@ -147,8 +149,7 @@ class _File:
     counts: list[Counts] = field(default_factory=list)
     regions: list[tuple[Any, ...]] = field(default_factory=list)
     elements: list[tuple[Any, ...]] = field(default_factory=list)
-    kernels: list[tuple[Any, ...]] = field(default_factory=list)
-    variables: list[tuple[Any, ...]] = field(default_factory=list)
+    reads: list[Read] = field(default_factory=list)
     problems: list[tuple[Any, ...]] = field(default_factory=list)
     build_id: str = ""
 
@@ -269,18 +270,11 @@ def _element_rows(reader: Reader, file: _File, index: int, e: Element, base: int
 def _add_contents(reader: Reader, file: _File, pieces: list[Code], base: int) -> None:
     offsets = {(p.region, p.index): p.code.offset for p in pieces}
     for read in contents.read_all(reader, pieces, file.options.threads):
-        key = (read.region, read.index, read.member, read.target)
-        if read.error is not None:
+        if read.error is None:
+            file.reads.append(read)
+        else:
             place = offsets[read.region, read.index] + base
             file.problems.append((place, "undecodable_payload", read.error.detail))
-            continue
-        inside = read.contents
-        assert inside is not None
-        sizes = inside.code_bytes if inside.code_bytes is not None else [None] * len(inside.kernels)
-        file.kernels += [(*key, name, size) for name, size in zip(inside.kernels, sizes, strict=True)]
-        file.variables += [
-            (*key, name, size) for name, size in zip(inside.variables, inside.variable_bytes, strict=True)
-        ]
 
 
 def _frames(entry: Input, reader: Reader, file: _File, form: str, digest: str) -> Tables:
@@ -295,18 +289,16 @@ def _frames(entry: Input, reader: Reader, file: _File, form: str, digest: str) -
     elements = pd.DataFrame(file.elements, columns=element_names)
     elements.insert(0, "library", file.library)
     elements["member"] = elements["member"].astype("Int64")
-    kernels = frame("kernels", file.kernels)
-    elements["n_kernels"] = (
-        _count(elements, kernels) if file.options.kernels else pd.array([pd.NA] * len(elements), "Int64")
-    )
+    elements["n_kernels"] = _counts(file, elements)
+    kernels, variables = _inside(file)
     if file.options.target and len(elements):
         elements = targets.fit(elements, file.options.target)
     else:
         elements = elements.assign(fit=None, is_loadable=pd.array([pd.NA] * len(elements), "boolean"))
     spans = sorted(s for s in file.spans if s[1] > s[0])
-    rows = [*spans, *file.elements, *file.kernels, *file.variables]
+    n_rows = len(spans) + len(file.elements) + len(kernels) + len(variables)
     held = [s[2] for s in spans] + [row[0] for row in file.elements]
-    reader.check_text(len(file.library) * len(rows) + sum(map(len, held)))
+    reader.check_text(len(file.library) * n_rows + sum(map(len, held)))
     sections = frame("sections", [(section, label, a, b - a) for a, b, section, label in spans])
     by_label = sections.groupby("label")["size_bytes"].sum()
     n_cold = [c.n_cold for c in file.counts if c.n_cold is not None]
@@ -334,16 +326,45 @@ def _frames(entry: Input, reader: Reader, file: _File, form: str, digest: str) -
         "regions": frame("regions", file.regions),
         "elements": elements,
         "kernels": kernels,
-        "variables": frame("variables", file.variables),
+        "variables": variables,
         "problems": frame("problems", sorted(file.problems)),
     }
 
 
-def _count(elements: pd.DataFrame, kernels: pd.DataFrame) -> list[int]:
-    """Kernels of each element row."""
-    key = ["region", "element", "member"]
-    counts = kernels[key].fillna(-1).value_counts().to_dict()
-    return [counts.get(k, 0) for k in elements[key].fillna(-1).itertuples(index=False, name=None)]
+def _counts(file: _File, elements: pd.DataFrame) -> Any:
+    """Kernels of each element row; unknown where they were not read."""
+    if not file.options.kernels:
+        return pd.array([pd.NA] * len(elements), "Int64")
+    found = {(r.region, r.index, -1 if r.member is None else r.member): len(r.contents.kernels) for r in file.reads}
+    rows = elements[["region", "element", "member"]].fillna(-1).itertuples(index=False, name=None)
+    return [found.get(row, 0) for row in rows]
+
+
+def _inside(file: _File) -> tuple[pd.DataFrame, pd.DataFrame]:
+    """Tables `kernels` and `variables`, in file order."""
+    reads = sorted(file.reads, key=lambda r: (r.region, r.index, -1 if r.member is None else r.member))
+    keys = pd.DataFrame(
+        {
+            "library": file.library,
+            "region": [r.region for r in reads],
+            "element": [r.index for r in reads],
+            "member": pd.array([r.member for r in reads], "Int64"),
+            "target": [r.target for r in reads],
+        }
+    )
+
+    def table(name: str, names: list[list[str]], size: str, sizes: list[Any]) -> pd.DataFrame:
+        rows = keys.loc[np.repeat(np.arange(len(reads)), [len(n) for n in names])].reset_index(drop=True)
+        rows[name] = list(chain(*names))
+        rows[size] = pd.array(list(chain(*sizes)), "Int64")
+        return rows
+
+    inside = [r.contents for r in reads]
+    code_bytes = [[None] * len(c.kernels) if c.code_bytes is None else c.code_bytes for c in inside]
+    return (
+        table("kernel", [c.kernels for c in inside], "code_bytes", code_bytes),
+        table("variable", [c.variables for c in inside], "size_bytes", [c.variable_bytes for c in inside]),
+    )
 
 
 def _unreadable(entry: Input, error: FormatError) -> Tables:

@@ -9,11 +9,13 @@ import struct
 import zlib
 from pathlib import Path
 
+import lz4.frame
 import pytest
 import zstandard
 
 from gpubloat.errors import FormatError
 from gpubloat.libraries import regions as ours
+from gpubloat.libraries.hostdata import FORMATS
 from gpubloat.libraries.regions import Found
 from tests.build import elf, fatbin
 from tests.build.elf import ALLOC
@@ -257,6 +259,7 @@ def seven_zip(data: bytes) -> bytes:
 
 COMPRESSED = {
     "zstd": zstandard.ZstdCompressor().compress,
+    "lz4": lz4.frame.compress,
     "gzip": lambda data: gzip.compress(data, mtime=0),
     "xz": lzma.compress,
     "7z": seven_zip,
@@ -278,7 +281,7 @@ def test_compressed_data_is_reported_and_not_analysed(form: str, content: str) -
     assert found.regions == []
 
 
-@pytest.mark.parametrize("magic", [b"\x28\xb5\x2f\xfd", b"\xfd7zXZ\0", b"\x1f\x8b\x08\0", b"7z\xbc\xaf\x27\x1c"])
+@pytest.mark.parametrize("magic", FORMATS)
 def test_the_first_bytes_alone_are_no_compressed_data(magic: bytes) -> None:
     made = random.Random(5)
     file = elf.Elf()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import pickle
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
@@ -146,7 +145,7 @@ def test_provenance_names_no_machine(folder: Path) -> None:
     run = scan(folder)
     text = json.dumps(run.provenance)
     assert str(folder.parent) not in text
-    assert os.uname().nodename not in text
+    assert str(Path.home()) not in text
     wheel = next(i for i in run.provenance["inputs"] if i["name"] == "pkg.whl")
     assert wheel["sha256"] == hashlib.sha256((folder / "pkg.whl").read_bytes()).hexdigest()
     assert {"gpubloat", "created", "command", "method", "target", "packages"} <= set(run.provenance)
