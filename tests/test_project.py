@@ -43,7 +43,9 @@ def test_notebooks_were_executed_top_to_bottom(path: Path) -> None:
 def test_notebooks_are_thin_and_name_no_machine(path: Path) -> None:
     cells = json.loads(path.read_text("utf-8"))["cells"]
     assert not [c for c in cells if "pip install" in "".join(c["source"]) and c["cell_type"] == "code"]
-    assert not [c for c in cells if c["cell_type"] == "code" and re.search(r"^def ", "".join(c["source"]), re.MULTILINE)]
+    assert not [
+        c for c in cells if c["cell_type"] == "code" and re.search(r"^def ", "".join(c["source"]), re.MULTILINE)
+    ]
     assert not MACHINE_PATH.search(path.read_text("utf-8"))
 
 
@@ -65,7 +67,10 @@ def test_readme_shows_pictures_that_exist_and_commands_that_exist() -> None:
     verbs = set(re.findall(r"gpubloat ((?:libraries|tensors|memory|energy) \w+|doctor|report|reproduce)", text))
     assert verbs
     for verb in verbs:
-        assert subprocess.run([sys.executable, "-m", "gpubloat", *verb.split(), "--help"], capture_output=True).returncode == 0
+        assert (
+            subprocess.run([sys.executable, "-m", "gpubloat", *verb.split(), "--help"], capture_output=True).returncode
+            == 0
+        )
 
 
 def test_readme_python_runs(sample_wheel: Path) -> None:

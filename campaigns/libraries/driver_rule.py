@@ -58,7 +58,12 @@ REGIONS = [
     ["compute_80", "compute_100"],
     ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120", "compute_120"],
 ]
-ERRORS = {0: "", 200: "CUDA_ERROR_INVALID_IMAGE", 209: "CUDA_ERROR_NO_BINARY_FOR_GPU", 222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION"}
+ERRORS = {
+    0: "",
+    200: "CUDA_ERROR_INVALID_IMAGE",
+    209: "CUDA_ERROR_NO_BINARY_FOR_GPU",
+    222: "CUDA_ERROR_UNSUPPORTED_PTX_VERSION",
+}
 FORCE_JIT = "CUDA_FORCE_PTX_JIT"
 
 
@@ -110,9 +115,15 @@ def collect(path: Path) -> None:
             image = Path(name, "image")
             image.write_bytes(build(Path(name), targets))
             for forced in (False, True):
-                environment = {k: v for k, v in os.environ.items() if k != FORCE_JIT} | ({FORCE_JIT: "1"} if forced else {})
+                environment = {k: v for k, v in os.environ.items() if k != FORCE_JIT} | (
+                    {FORCE_JIT: "1"} if forced else {}
+                )
                 done = subprocess.run(
-                    [sys.executable, __file__, "ask", str(image)], capture_output=True, text=True, env=environment, timeout=120
+                    [sys.executable, __file__, "ask", str(image)],
+                    capture_output=True,
+                    text=True,
+                    env=environment,
+                    timeout=120,
                 )
                 chosen, code = json.loads(done.stdout) if done.returncode == 0 else (None, -done.returncode)
                 answers.append({"targets": targets, "is_jit_forced": forced, "chosen": chosen, "error": code})

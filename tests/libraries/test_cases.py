@@ -283,6 +283,7 @@ def test_headers_are_read_in_time(torch_like: Path) -> None:
 
     Against a yardstick of the same machine: the sha256 of the file, which reads every byte once.
     """
+
     def least(action: object) -> float:
         times = []
         for _ in range(3):

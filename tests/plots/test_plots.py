@@ -75,8 +75,8 @@ def test_heatmaps_show_what_the_table_says(ax) -> None:
 def test_target_heatmap_has_one_column_for_ptx(ax) -> None:
     table = pd.DataFrame(
         {
-            "library": "a", "kind": ["cubin", "ptx", "ptx", "concat"], "target": ["sm_90", "compute_80", "compute_90", ""],
-            "stored_bytes": [1e6, 1e6, 2e6, 7e6],
+            "library": "a", "kind": ["cubin", "ptx", "ptx", "concat"],
+            "target": ["sm_90", "compute_80", "compute_90", ""], "stored_bytes": [1e6, 1e6, 2e6, 7e6],
         }
     )  # fmt: skip
     plots.target_heatmap(table, ax=ax)
