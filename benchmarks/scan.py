@@ -90,7 +90,7 @@ def kernels(path: str) -> dict[str, Any]:
 
 
 def decompress(path: str) -> dict[str, Any]:
-    """All compressed payloads of a file or folder, decompressed and dropped: the limit for readers of whole payloads."""
+    """All compressed payloads of a file or folder, decompressed and dropped: what reading them whole costs at least."""
     import lz4.block
     import zstandard
 
