@@ -9,8 +9,8 @@ import pandas as pd
 from gpubloat.libraries import regions, scan
 from gpubloat.libraries.elf import Elf
 from gpubloat.libraries.inputs import Input
+from gpubloat.libraries.onefile import Options, scan_file
 from gpubloat.libraries.reader import Reader
-from gpubloat.libraries.scan import Options, scan_file
 from gpubloat.run import Run
 from gpubloat.tables.libraries import TABLES
 from tests.build import elf

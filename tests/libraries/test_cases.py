@@ -304,7 +304,7 @@ def test_memory_does_not_grow_with_the_file(torch_like: Path) -> None:
     """DataDog/datadog-agent 33676 (B23): out of memory by keeping attributes of every PyTorch kernel."""
     script = (
         "import pathlib, sys\n"
-        "from gpubloat.libraries.scan import Options, scan_file\n"
+        "from gpubloat.libraries.onefile import Options, scan_file\n"
         "from gpubloat.libraries.inputs import Input\n"
         "def peak(): return int(pathlib.Path('/proc/self/status').read_text().split('VmHWM:')[1].split()[0])\n"
         "options = Options('sm_90', kernels=True, threads=2)\n"

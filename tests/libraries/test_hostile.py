@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 from gpubloat.errors import FormatError, GpubloatError
 from gpubloat.libraries import contents, inputs, regions, scan
 from gpubloat.libraries.inputs import Input
+from gpubloat.libraries.onefile import Options, scan_file
 from gpubloat.libraries.reader import Reader
-from gpubloat.libraries.scan import Options, scan_file
 from gpubloat.tables.libraries import TABLES
 from tests.build import containers, elf, fatbin
 from tests.build.containers import DEFLATED, STORED

@@ -15,7 +15,7 @@ from gpubloat import Run
 from gpubloat.errors import FormatError, GpubloatError
 from gpubloat.libraries import scan
 from gpubloat.libraries.inputs import discover
-from gpubloat.libraries.scan import Options, scan_file
+from gpubloat.libraries.onefile import Options, scan_file
 from gpubloat.tables.libraries import KINDS, TABLES
 from tests import oracles
 from tests.build import containers, elf
