@@ -30,6 +30,11 @@ app.add_typer(libraries, name="libraries")
 Csv = Annotated[Path | None, typer.Option("--csv", metavar="DIR", help="Write every table as CSV into this folder.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Keep the run (parquet, run.json) here.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.")]
+# Where nothing was found: what could be looked at instead.
+_NOTHING = (
+    "give a library, a wheel or a folder with .so files; the CUDA libraries of torch are in packages named nvidia-*"
+)
+
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 
 
@@ -55,6 +60,7 @@ def libraries_scan(
     from gpubloat.analysis import libraries as analysis
     from gpubloat.libraries import scan
     from gpubloat.run import refuse_overwrite
+    from gpubloat.tables import targets
 
     for folder in (csv, out):  # refuse before the work, not after it
         if folder is not None:
@@ -74,14 +80,21 @@ def libraries_scan(
         )
     if csv is not None:
         run.to_csv(csv, force=force)
+    if run["libraries"].empty:
+        raise GpubloatError(f"no library in {', '.join(paths)}: {run.provenance['empty']['libraries']}", _NOTHING)
     summary = analysis.overview(run["libraries"], run["elements"])
+    fits, gpu = analysis.fits(run["elements"]), run.provenance["target"]
     if as_json:
-        total = summary.iloc[-1].to_dict()
-        print(json.dumps({k: _plain(v) for k, v in total.items()} | {"n_problems": len(run["problems"])}))
+        details = {"target": gpu, "n_problems": len(run["problems"]), "fits": _records(fits)}
+        print(json.dumps(_records(summary.tail(1))[0] | details | {"libraries": _records(run["libraries"])}))
         return
     _print_table(_shown(summary), title="libraries")
-    if run.provenance["target"]:
-        _print_table(_shown(analysis.fits(run["elements"])), title=f"elements on {run.provenance['target']}")
+    if gpu and len(fits):
+        _print_table(_shown(fits), title=f"elements on {gpu}")
+    elif gpu:
+        print(f"no GPU code in these files, so nothing to choose for {gpu}")
+    if gpu and targets.gpu(gpu) not in targets.KNOWN:
+        print(f"note: no GPU is known to be {gpu}; the rule was applied all the same")
     _print_problems(run["problems"])
     for place in (csv, out):
         if place is not None:
@@ -117,7 +130,7 @@ def reproduce_command(
 def report_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="Where to write the page.")],
-    force: Force = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run: its figures, its tables, where it came from."""
     from gpubloat import report
@@ -177,6 +190,10 @@ def _command() -> str:
     """The command line as run.json keeps it: paths cut to their names, which tell no machine."""
     words = [w if w.startswith("-") or not os.path.isabs(w) else os.path.basename(w.rstrip("/")) for w in sys.argv[1:]]
     return shlex.join(["gpubloat", *words])
+
+
+def _records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
 
 
 def _plain(value: Any) -> Any:

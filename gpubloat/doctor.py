@@ -75,7 +75,7 @@ def _nvml() -> Check:
         remedy = "pip uninstall pynvml; pip install nvidia-ml-py (same import, maintained)"
         return Check("NVML", "limited", "the inactive package pynvml is installed", remedy)
     if "nvidia-ml-py" not in names:
-        return Check("NVML", "no", "nvidia-ml-py is not installed", "pip install 'gpubloat[gpu]'")
+        return Check("NVML", "no", "nvidia-ml-py is not installed", "pip install nvidia-ml-py")
     return Check("NVML", "yes", f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}")
 
 
@@ -87,12 +87,11 @@ def _compiler() -> Check:
 
 
 def _packages() -> list[Check]:
-    extras = {"jupyterlab": "notebooks", "distributed": "dask", "torch": "torch itself"}
+    wanted = {"jupyterlab": "notebooks", "distributed": "scans on a Dask cluster", "torch": "tensors and GPU work"}
     checks = []
-    for name, extra in extras.items():
+    for name, purpose in wanted.items():
         try:
             checks.append(Check(name, "yes", importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            install = "pip install torch" if name == "torch" else f"pip install 'gpubloat[{extra}]'"
-            checks.append(Check(name, "no", "not installed", f"only if you want it: {install}"))
+            checks.append(Check(name, "no", "not installed", f"only for {purpose}: pip install {name}"))
     return checks

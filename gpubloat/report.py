@@ -21,8 +21,8 @@ from gpubloat.run import Run
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 8px;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left;word-break:break-all}img{max-width:100%}pre{background:#f6f6f6;
-padding:.6rem;overflow:auto;font-size:12px}"""
+td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}img{max-width:100%}pre{background:#f6f6f6;
+padding:.6rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px}"""
 
 
 def write(run: Run, path: Path, *, force: bool = False) -> None:
@@ -45,7 +45,10 @@ def _libraries(run: Run) -> list[tuple[str, str]]:
     shares = analysis.code_shares(run["libraries"])
     parts = [
         ("Libraries", _table(analysis.overview(run["libraries"], run["elements"]))),
-        ("GPU code, CPU code and the rest", _figure(lambda ax: plots.code_bars(shares.head(20), ax=ax), 0.25 * 20)),
+        (
+            "GPU code, CPU code and the rest",
+            _figure(lambda ax: plots.code_bars(shares.head(20), ax=ax), 1 + 0.2 * min(len(shares), 20)),
+        ),
     ]
     by_target = analysis.bytes_by_target(run["elements"])
     if len(by_target):
@@ -64,7 +67,10 @@ _PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {"libraries": _libra
 
 
 def _table(frame: pd.DataFrame) -> str:
-    return str(frame.to_html(index=False, border=0, na_rep="-", float_format="{:.3f}".format, escape=True))
+    shown = frame.copy()
+    for name in frame.select_dtypes("integer"):
+        shown[name] = ["-" if pd.isna(v) else f"{v:,}" for v in frame[name]]
+    return str(shown.to_html(index=False, border=0, na_rep="-", float_format="{:.3f}".format, escape=True))
 
 
 def _figure(draw: Callable[[Axes], Axes], height: float) -> str:

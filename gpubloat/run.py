@@ -50,8 +50,8 @@ class Run(Mapping[str, pd.DataFrame]):
             if not isinstance(provenance["tables"], dict) or not isinstance(provenance["instrument"], str):
                 raise ValueError("run.json lacks its list of tables")
         except OSError as error:
-            raise FormatError(
-                str(path), 0, f"no run folder: {error.strerror}", "give the folder with run.json"
+            raise GpubloatError(
+                f"{path} is no run folder: run.json: {error.strerror}", "give what --out wrote"
             ) from None
         except (ValueError, KeyError, TypeError) as error:
             raise FormatError(str(path / "run.json"), 0, f"not a run.json: {error}") from None
@@ -68,6 +68,8 @@ class Run(Mapping[str, pd.DataFrame]):
         if name not in self._read:
             declared = schema(self.instrument, name)
             path = self.folder / f"{name}.parquet"
+            if not path.exists():
+                raise GpubloatError(f"{path} is missing", "CSV exports cannot be read back: keep runs with --out")
             try:
                 frame = pq.read_table(path).to_pandas()
             except (OSError, pa.ArrowException) as error:
@@ -114,9 +116,7 @@ class Run(Mapping[str, pd.DataFrame]):
                 f"<tr><th style='text-align:left'>{html.escape(name)}</th><td>{n:,}</td>"
                 f"<td style='text-align:left'>{html.escape(note or doc)}</td></tr>"
             )
-        about = (
-            f"{self.instrument}, {self.provenance.get('created', '')}, gpubloat {self.provenance.get('gpubloat', '')}"
-        )
+        about = f"{self.instrument}, gpubloat {self.provenance.get('gpubloat', '')}"
         head = "<tr><th>table</th><th>rows</th><th></th></tr>"
         return f"<b>Run</b> ({html.escape(about)})<table>{head}{''.join(cells)}</table>"
 
@@ -225,7 +225,7 @@ def refuse_overwrite(folder: Path, force: bool) -> None:
     if folder.exists() and not folder.is_dir():
         raise GpubloatError(f"{folder} is a file", "name a folder")
     if not force and folder.is_dir() and any(folder.iterdir()):
-        raise GpubloatError(f"{folder} is not empty", "name another folder, or add --force (force=True)")
+        raise GpubloatError(f"{folder} is not empty", "name another folder, or add --force (in Python, force=True)")
 
 
 class replacing:

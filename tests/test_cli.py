@@ -49,6 +49,8 @@ def test_json_is_one_object(library: str) -> None:
     answer = json.loads(done.stdout)
     assert answer["file_bytes"] == Path(library).stat().st_size
     assert answer["n_kernels"] is None
+    assert [row["library"] for row in answer["libraries"]] == [Path(library).name]
+    assert answer["target"] == "sm_90"
 
 
 @pytest.mark.parametrize(
@@ -56,7 +58,7 @@ def test_json_is_one_object(library: str) -> None:
     [
         (("libraries", "scan", "no-such-thing"), "no such file or folder"),
         (("libraries", "scan", __file__), "no ELF file"),
-        (("libraries", "scan", ".", "--target", "hopper"), "is no GPU"),
+        (("libraries", "scan", ".", "--target", "hopper"), "is no compute capability"),
         (("report", "no-such-run", "--html", "x.html"), "no run folder"),
         (("reproduce", "--notebooks", "no-such-folder"), "no notebooks"),
     ],
@@ -87,7 +89,8 @@ def test_hostile_names_do_not_reach_the_terminal(tmp_path: Path) -> None:
 def test_an_empty_folder_says_why(tmp_path: Path) -> None:
     (tmp_path / "readme.txt").write_text("no library")
     done = gpubloat("libraries", "scan", str(tmp_path), "--out", str(tmp_path / "run"))
-    assert done.returncode == 0
+    assert done.returncode == 1
+    assert "none of the 1 files" in done.stderr
     reason = json.loads((tmp_path / "run" / "run.json").read_text())["empty"]["libraries"]
     assert "none of the 1 files" in reason
 

@@ -37,6 +37,9 @@ def test_notebooks_were_executed_top_to_bottom(path: Path) -> None:
     assert not [o for o in outputs if o["output_type"] == "error"]
     assert not [o for o in outputs if o.get("name") == "stderr"]
     assert path.stat().st_size < 1_000_000
+    for cell in cells:
+        if "style.save(" in "".join(cell["source"]):
+            assert any("image/png" in o.get("data", {}) for o in cell["outputs"])
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda p: p.stem)
@@ -62,6 +65,7 @@ def test_every_figure_has_its_numbers_and_is_shown_by_a_notebook() -> None:
 
 def test_readme_shows_pictures_that_exist_and_commands_that_exist() -> None:
     text = (ROOT / "README.md").read_text("utf-8")
+    assert not re.search(r"[A-Z]{4,}_[A-Z]{4,}", text), "a placeholder"
     for link in re.findall(r"\]\((?!http)([^)#]+)\)", text):
         assert (ROOT / link).exists(), link
     verbs = set(re.findall(r"gpubloat ((?:libraries|tensors|memory|energy) \w+|doctor|report|reproduce)", text))

@@ -98,7 +98,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, content: str) -> None:
     (tmp_path / "run.json").write_text(content)
     with pytest.raises(FormatError, match=r"not a run\.json"):
         Run.load(tmp_path)
-    with pytest.raises(FormatError, match="no run folder"):
+    with pytest.raises(GpubloatError, match="no run folder"):
         Run.load(tmp_path / "absent")
 
 

@@ -35,7 +35,7 @@ def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> 
     parts = [table.iloc[:top]]
     if len(rest):
         parts.append(folded(rest, f"({len(rest)} smaller files)"))
-    parts.append(folded(table, f"total of {len(table)} files"))
+    parts.append(folded(table, f"total of {len(table)} file{'' if len(table) == 1 else 's'}"))
     return pd.concat(parts, ignore_index=True)[list(table.columns)]
 
 
@@ -95,7 +95,7 @@ def _target_order(text: str) -> tuple[int, str, str]:
 def fits(elements: pd.DataFrame) -> pd.DataFrame:
     """One row per reason why elements could or could not be given to the scan's target.
 
-    Columns: is_loadable, fit, n_elements, stored_bytes, share_frac.
+    Columns: is_loadable, fit, n_elements, stored_bytes, share_frac, meaning (of `fit`).
     """
     known = elements[elements["fit"].notna()]
     known = known.assign(stored_bytes=stored(known))
@@ -103,6 +103,7 @@ def fits(elements: pd.DataFrame) -> pd.DataFrame:
         n_elements=("element", "size"), stored_bytes=("stored_bytes", "sum")
     )
     table["share_frac"] = table["stored_bytes"] / max(int(table["stored_bytes"].sum()), 1)
+    table["meaning"] = table["fit"].map(targets.FITS)
     return table.sort_values(["is_loadable", "stored_bytes"], ascending=False, ignore_index=True)
 
 

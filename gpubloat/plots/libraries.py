@@ -79,8 +79,9 @@ def label_bars(labels: pd.DataFrame, *, ax: Axes | None = None, min_frac: float 
     ax.set_ylim(len(share) - 0.4, -0.6)
     ax.set_xlim(0, 100)
     ax.set_xlabel("share of the file (%)")
-    names = [t.replace("_", " ") for t in ax.get_legend_handles_labels()[1]]
-    ax.legend(ax.get_legend_handles_labels()[0], names, loc="upper left", bbox_to_anchor=(1.0, 1.0))
+    handles, labels_shown = ax.get_legend_handles_labels()
+    names = [t.replace("gpu_code", "GPU code").replace("cpu_code", "CPU code").replace("_", " ") for t in labels_shown]
+    ax.legend(handles, names, loc="upper left", bbox_to_anchor=(1.0, 1.0))
     return ax
 
 
@@ -116,12 +117,12 @@ def loadable_heatmap(loadable: pd.DataFrame, *, name: str = "library", ax: Axes 
     ax.tick_params(length=0)
     ax.spines[:].set_visible(False)
     bar = ax.figure.colorbar(image, ax=ax, fraction=0.04, pad=0.02)
-    bar.set_label("share of stored GPU code that can be loaded")
+    bar.set_label("colour: share of the stored GPU code; number: MB")
     return ax
 
 
-def pareto(curve: pd.DataFrame, *, ax: Axes | None = None, level: float = 0.9) -> Axes:
-    """Running share over rank (the paper's Figure 6), with the rank that reaches `level` marked."""
+def pareto(curve: pd.DataFrame, *, of: str, ax: Axes | None = None, level: float = 0.9) -> Axes:
+    """Running share of `of` over rank (the paper's Figure 6), with the rank that reaches `level` marked."""
     ax = plt.gca() if ax is None else ax
     rank = np.concatenate([[0], curve["rank"].to_numpy()])
     share = np.concatenate([[0.0], curve["cumulative_frac"].to_numpy() * 100])
@@ -139,7 +140,7 @@ def pareto(curve: pd.DataFrame, *, ax: Axes | None = None, level: float = 0.9) -
     ax.set_xlim(0, max(len(curve), 1))
     ax.set_ylim(0, 103)
     ax.set_xlabel("libraries, largest first")
-    ax.set_ylabel("running share (%)")
+    ax.set_ylabel(f"share of {of} (%)")
     return ax
 
 
@@ -176,9 +177,9 @@ def _write_cells(ax: Axes, values: np.ndarray, is_bright: np.ndarray) -> None:
 
 
 def _short_number(value: float) -> str:
-    """Two or three characters: 12, 1.2, .1; a dot is less than 0.05."""
+    """Two or three characters: 12, 1.2, <.1 or 0."""
     if value >= 9.95:
         return f"{value:,.0f}"
     if value >= 0.05:
-        return f"{value:.1f}".lstrip("0")
-    return "·" if value else "0"
+        return f"{value:.1f}"
+    return "<.1" if value else "0"

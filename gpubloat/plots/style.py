@@ -64,8 +64,19 @@ def paper(width: str = "text", height: float | None = None) -> Iterator[dict[str
     (3.33, 1.998)
     """
     inches = WIDTHS[width]
-    with mpl.rc_context(_PARAMETERS):
+    with _parameters():
         yield {"figsize": (inches, inches * 0.6 if height is None else height)}
+
+
+@contextmanager
+def _parameters() -> Iterator[None]:
+    """Our parameters, and then what they were; no others: a notebook's backend sets `interactive` on first use."""
+    before = {name: mpl.rcParams[name] for name in _PARAMETERS}
+    mpl.rcParams.update(_PARAMETERS)
+    try:
+        yield
+    finally:
+        mpl.rcParams.update(before)
 
 
 def save(
@@ -84,7 +95,7 @@ def save(
     """
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
-    with mpl.rc_context(_PARAMETERS):
+    with _parameters():
         fig.savefig(place / f"{figure_id}.pdf", metadata={"CreationDate": None})
         fig.savefig(place / f"{figure_id}.png", metadata={"Software": None})
     table.to_csv(place / f"{figure_id}.csv", index=False, float_format="%.6g", lineterminator="\n")

@@ -10,6 +10,9 @@ from pandera.errors import SchemaErrors
 
 from gpubloat.errors import SchemaError
 
+# Suffixes of column names, and the unit that each stands for.
+UNITS = {"bytes": "bytes", "bits": "bits", "s": "s", "us": "µs", "j": "J", "w": "W", "frac": "fraction, 0 to 1"}
+
 
 def column(meaning: str, **checks: Any) -> Any:
     """Declare a column: what it means, with the unit, and pandera's checks (``ge=0``, ``nullable=True``...)."""
@@ -50,6 +53,9 @@ class Table(pa.DataFrameModel):  # type: ignore[misc]
 
     @classmethod
     def describe(cls) -> pd.DataFrame:
-        """One row per column: name, dtype, whether it may be empty, meaning."""
-        rows = [(n, str(c.dtype), c.nullable, c.description) for n, c in cls.to_schema().columns.items()]
-        return pd.DataFrame(rows, columns=["column", "dtype", "nullable", "meaning"])
+        """One row per column: name, dtype, unit (by the suffix of the name), whether it may be empty, meaning."""
+        rows = [
+            (name, str(c.dtype), UNITS.get(name.rpartition("_")[2], ""), c.nullable, c.description)
+            for name, c in cls.to_schema().columns.items()
+        ]
+        return pd.DataFrame(rows, columns=["column", "dtype", "unit", "nullable", "meaning"])

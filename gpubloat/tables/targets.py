@@ -16,27 +16,34 @@ import pandas as pd
 
 from gpubloat.errors import GpubloatError
 
-# why an element could be chosen ...
-LOADABLE = (
-    "same_target",
-    "older_minor",  # same major, lower minor
-    "architecture",  # suffix a, exact
-    "family",  # suffix f
-    "ptx",  # compiled at load, no cubin in the region fits
-    "linked",  # LTO-IR, relocatable PTX, tile IR: input of a linker or compiler at run time
-    "member",  # concatenated element with at least one loadable member
-    "unknown",  # kind not understood: kept
-)
-# ... and why it could not
-NEVER = (
-    "other_major",
-    "newer_minor",
-    "other_architecture",  # suffix a
-    "other_family",  # suffix f
-    "newer_ptx",
-    "ptx_not_needed",  # a cubin of the same region fits
-)
-FITS = LOADABLE + NEVER
+# Why an element could be chosen ...
+LOADABLE = {
+    "same_target": "machine code for exactly this GPU",
+    "older_minor": "machine code for an earlier minor of the same major",
+    "architecture": "machine code with suffix a, for exactly this GPU",
+    "family": "machine code with suffix f, for this GPU's family",
+    "ptx": "PTX, compiled at load: no machine code beside it fits",
+    "linked": "LTO-IR, relocatable PTX or tile IR: linked or compiled at run time",
+    "member": "a concatenated element with a member that fits",
+    "unknown": "not understood, so kept",
+}
+# ... and why it could not.
+NEVER = {
+    "other_major": "machine code for another major version",
+    "newer_minor": "machine code for a later minor",
+    "other_architecture": "suffix a, for another GPU",
+    "other_family": "suffix f, for another family or a later minor",
+    "newer_ptx": "PTX or LTO-IR for a newer GPU",
+    "ptx_not_needed": "PTX beside machine code that fits",
+}
+FITS = LOADABLE | NEVER
+GPUS = {
+    "P100": 60, "V100": 70, "T4": 75, "A100": 80, "A30": 80, "A10": 86, "A40": 86, "RTX3090": 86, "L4": 89, "L40": 89,
+    "L40S": 89, "RTX4090": 89, "H100": 90, "H200": 90, "GH200": 90, "B200": 100, "GB200": 100, "B300": 103,
+    "RTX5090": 120,
+}  # fmt: skip
+# Compute capabilities that GPUs have (NVIDIA, "CUDA GPU Compute Capability").
+KNOWN = (50, 52, 53, 60, 61, 62, 70, 72, 75, 80, 86, 87, 88, 89, 90, 100, 101, 103, 110, 120, 121)
 _CUBIN_FITS = ("same_target", "older_minor", "architecture", "family")
 
 
@@ -65,13 +72,17 @@ def parse(text: str) -> Target:
 
 
 def gpu(text: str) -> int:
-    """The number of a GPU's compute capability: ``sm_90``, ``90`` and ``9.0`` all give 90.
+    """The number of a GPU's compute capability: ``sm_90``, ``sm90``, ``90``, ``9.0`` and ``H100`` all give 90.
 
     Raises GpubloatError on anything else; a GPU has no suffix (an sm_90 GPU also runs sm_90a code).
     """
-    match = re.fullmatch(r"(?:sm_)?(\d{2,3})|(\d{1,2})\.(\d)", text.strip())
+    named = GPUS.get(text.upper().replace("NVIDIA", "").replace(" ", ""))
+    if named:
+        return named
+    match = re.fullmatch(r"(?:sm_?)?(\d{2,3})|(\d{1,2})\.(\d)", text.strip())
     if match is None:
-        raise GpubloatError(f"{text!r} is no GPU", "give its compute capability as sm_90, 90 or 9.0, without a suffix")
+        hint = "write it as sm_90, 90 or 9.0, without a suffix, or as one of " + ", ".join(GPUS)
+        raise GpubloatError(f"{text!r} is no compute capability of a GPU", hint)
     return int(match[1]) if match[1] else int(match[2]) * 10 + int(match[3])
 
 
@@ -121,10 +132,10 @@ def fit(elements: pd.DataFrame, target: str) -> pd.DataFrame:
     if outer.any():
         inner = elements["member"].notna()
         element = [*where, elements["element"]]
-        some = (inner & fits.isin(LOADABLE)).groupby(element).transform("any").astype(bool)
+        some = (inner & fits.isin(list(LOADABLE))).groupby(element).transform("any").astype(bool)
         # Its members come behind it: the reason of the last one stands for all.
         fits = fits.mask(outer & ~some, fits.groupby(element).transform("last"))
         # Without its members (a table that cannot be read) nothing is known of it.
         fits = fits.mask(outer & ~inner.groupby(element).transform("any").astype(bool), "unknown")
     fits = fits.astype(elements["kind"].dtype)
-    return elements.assign(fit=fits, is_loadable=fits.isin(LOADABLE))
+    return elements.assign(fit=fits, is_loadable=fits.isin(list(LOADABLE)))

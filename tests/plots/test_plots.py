@@ -49,7 +49,7 @@ def test_label_bars_are_whole(ax) -> None:
     )
     plots.label_bars(labels, ax=ax)
     assert max(p.get_x() + p.get_width() for p in ax.patches) == pytest.approx(100)
-    assert {t.get_text() for t in ax.get_legend().get_texts()} == {"cpu code", "gpu code", "data"}
+    assert {t.get_text() for t in ax.get_legend().get_texts()} == {"CPU code", "GPU code", "data"}
 
 
 def test_every_label_has_a_colour() -> None:
@@ -86,7 +86,7 @@ def test_target_heatmap_has_one_column_for_ptx(ax) -> None:
 
 def test_pareto_marks_the_level(ax) -> None:
     curve = pd.DataFrame({"rank": [1, 2, 3], "cumulative_frac": [0.6, 0.9, 1.0]})
-    plots.pareto(curve, ax=ax)
+    plots.pareto(curve, of="bytes", ax=ax)
     assert ax.texts[0].get_text() == "2 of 3 give 90%"
 
 
@@ -105,11 +105,13 @@ def test_saved_figures_are_the_same_every_day(tmp_path: Path) -> None:
     assert (tmp_path / "a" / "libraries-x.csv").read_text() == "x\n0.333333\n"
 
 
-def test_style_changes_nothing_outside_its_block() -> None:
+def test_style_changes_nothing_outside_its_block_and_keeps_what_others_set() -> None:
     before = dict(mpl.rcParams)
     with style.paper():
         assert mpl.rcParams["pdf.fonttype"] == 42
-    assert dict(mpl.rcParams) == before
+        mpl.rcParams["interactive"] = not before["interactive"]  # as a notebook's backend does on first use
+    assert dict(mpl.rcParams) == before | {"interactive": not before["interactive"]}
+    mpl.rcParams["interactive"] = before["interactive"]
 
 
 def test_palette_is_told_apart_with_deuteranopia() -> None:
