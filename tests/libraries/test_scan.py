@@ -167,9 +167,9 @@ def test_a_folder_without_code_gives_empty_tables_with_a_reason(tmp_path: Path) 
     assert "none of the 1 files" in run.provenance["empty"]["libraries"]
 
 
-@pytest.mark.parametrize("target", ["sm_90a", "H200", "", "sm_", "9.0.0", "compute_90"])
+@pytest.mark.parametrize("target", ["sm_90a", "H900", "", "sm_", "9.0.0", "compute_90"])
 def test_a_target_that_is_no_gpu(target: str, folder: Path) -> None:
-    with pytest.raises(GpubloatError, match="is no GPU"):
+    with pytest.raises(GpubloatError, match="is no compute capability"):
         scan(folder / "plain.so", target=target)
 
 
