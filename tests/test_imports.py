@@ -23,6 +23,7 @@ ALLOWED = {
     "report": {"errors", "tables", "run", "analysis", "plots"},
     "reproduce": {"errors"},
     "doctor": {"errors"},
+    "native": {"errors"},
     **{name: {"errors", "tables", "run", "native"} for name in INSTRUMENTS},
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pandas as pd
 from pandera.typing import Series
 
+from gpubloat.tables import removal, usage
 from gpubloat.tables.base import Table, column
 
 LABELS = (
@@ -228,5 +229,5 @@ class Choices(Table):
     is_loadable: Series[bool] = column("what targets.fit says")
 
 
-# Tables that campaigns add to a run; `scan` does not write them.
-EXTRA_TABLES: dict[str, type[Table]] = {"oracle": Oracle, "choices": Choices}
+# Tables that `scan` does not write: those of campaigns, of traced runs, of debloating.
+EXTRA_TABLES: dict[str, type[Table]] = {"oracle": Oracle, "choices": Choices} | usage.TABLES | removal.TABLES

@@ -1,0 +1,1 @@
+"""C sources as text, compiled on first use into the user's cache."""
