@@ -60,7 +60,8 @@ def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> Pat
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
             lines = [line for line in done.stderr.splitlines() if "error" in line] or done.stderr.splitlines()
-            raise GpubloatError(f"{name} cannot be compiled: {lines[0] if lines else 'no message'}", f"compiler: {tool}")
+            complaint = lines[0] if lines else "no message"
+            raise GpubloatError(f"{name} cannot be compiled: {complaint}", f"compiler: {tool}")
         os.chmod(built, 0o755)
         os.replace(built, target)
     finally:

@@ -84,7 +84,7 @@ class Verdicts(Table):
     peak_gpu_bytes: Series[pd.Int64Dtype] = column("median of the originals", nullable=True)
     peak_gpu_bytes_after: Series[pd.Int64Dtype] = column("median of the copies", nullable=True)
     verdict: Series[str] = column(
-        "equal; differs; crashed; not_deterministic (the originals differ among themselves, so only exit status counts)",
+        "equal, differs or crashed; not_deterministic: the originals differ among themselves, only exit status counts",
         isin=["equal", "differs", "crashed", "not_deterministic"],
     )
 
