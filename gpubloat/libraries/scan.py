@@ -68,12 +68,17 @@ def scan(
     options = Options(target, kernels, functions, digests)
     found = inputs.discover(given)
     with RunWriter("libraries", list(TABLES), out, force) as writer:
-        for tables in _progress(_each(found.files, options, executor), len(found.files), progress):
+        for tables in scan_each(found.files, options, executor, progress):
             for name in list(tables):
                 writer.append(name, tables.pop(name))  # not kept while the next file is read
         record = provenance(command, METHOD, _roots(found.files, digests))
         record |= {"target": target, "n_files_without_code": found.n_skipped, "empty": _why_empty(found, options)}
         return writer.finish(record)
+
+
+def scan_each(files: list[Input], options: Options, executor: Executor | None, progress: bool) -> Iterator[Tables]:
+    """The tables of each file, in input order, with a progress bar if wanted."""
+    return _progress(_each(files, options, executor), len(files), progress)
 
 
 def _each(files: list[Input], options: Options, executor: Executor | None) -> Iterator[Tables]:

@@ -42,7 +42,7 @@ def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> Pat
     """
     tool = compiler()
     digest = hashlib.sha256("\0".join([tool, *_FLAGS, *flags, *sources]).encode())
-    for path in [*(FOLDER / source for source in sources), *sorted(FOLDER.glob("*.h"))]:
+    for path in [*(FOLDER / source for source in sources), *sorted(FOLDER.rglob("*.h"))]:
         digest.update(path.read_bytes())
     target = cache() / f"{name}-{digest.hexdigest()[:16]}.so"
     if target.exists():

@@ -1,0 +1,165 @@
+"""Several traced runs -> what they used together of each library.
+
+An element or a function counts as used if any run used it. A library that only some runs loaded is decided by those
+runs. Runs under the guard add what they missed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pandas as pd
+
+from gpubloat.errors import FormatError, GpubloatError
+from gpubloat.libraries.elf import Array
+from gpubloat.run import Run
+from gpubloat.tables import targets
+
+SCANNED = ("libraries", "regions", "elements", "functions")
+# States of the record of look-ups in which nothing of the GPU code in use is missing.
+_COMPLETE = ("recorded", "no_cuda")
+_HINT = "make one with: gpubloat libraries trace --out RUN -- COMMAND"
+
+
+@dataclass(slots=True)
+class Usage:
+    """What the runs that loaded one library used of it, and how far their record goes.
+
+    `functions` are file offsets of starts, `elements` are (region, element), `headers` file offsets of element headers.
+    `cpu_problem` says why unused functions are not known. `is_gpu_known`: all of these runs recorded the use of GPU
+    code; `is_gpu_complete`: they saw every look-up, so that also elements on no whole page of their own are known.
+    """
+
+    targets: set[str] = field(default_factory=set)
+    cpu_problem: str = ""
+    is_gpu_known: bool = True
+    is_gpu_complete: bool = True
+    functions: Array = field(default_factory=lambda: np.zeros(0, np.int64))
+    elements: set[tuple[int, int]] = field(default_factory=set)
+    headers: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class Library:
+    """One library as the runs saw it. `tables` are its scan tables; None if no run carries them."""
+
+    library: str
+    path: str
+    sha256: str
+    file_bytes: int
+    usage: Usage
+    tables: dict[str, pd.DataFrame] | None = None
+
+
+def load(runs: Iterable[Run | str | os.PathLike[str]]) -> list[Run]:
+    """The runs, opened. GpubloatError where one is no traced run, and if none of them is more than a guard's."""
+    found = [r if isinstance(r, Run) else Run.load(r) for r in runs]
+    for run in found:
+        if run.instrument != "libraries" or not (_is_trace(run) or _is_guard(run)):
+            raise GpubloatError(f"{run.folder} is no traced run", _HINT)
+        for key, kind in (("targets", list), ("is_gpu_traced", bool)):
+            if _is_trace(run) and not isinstance(run.provenance.get(key), kind):
+                raise FormatError(str(run.folder / "run.json"), 0, f"no {key!r}: not a traced run", _HINT)
+        for target in _targets(run):
+            targets.gpu(target)
+    if not any(map(_is_trace, found)):
+        hint = _HINT if not found else "name the traced runs that the copies were made from, too"
+        raise GpubloatError("no traced run was given" if not found else "only misses of a guard were given", hint)
+    return found
+
+
+def record(run: Run) -> dict[str, str]:
+    """How the manifest names a run."""
+    workload = str(run.provenance.get("workload", "") or run.folder.name)
+    return {"workload": workload, "sha256": hashlib.sha256((run.folder / "run.json").read_bytes()).hexdigest()}
+
+
+def libraries(runs: Sequence[Run]) -> list[Library]:
+    """All libraries that the runs loaded, sorted by name, each with what was used of it and its scan tables."""
+    found: dict[str, Library] = {}
+    for run in runs:
+        if _is_trace(run):
+            _add_loaded(run, found)
+    for run in runs:
+        for name in ("used_functions", "evidence", "misses"):
+            if name in run:
+                for library, rows in _by_library(run[name]):
+                    if library in found:
+                        _add_use(found[library].usage, name, rows, run)
+    for entry in found.values():
+        entry.usage.functions = np.unique(entry.usage.functions)
+    return [found[name] for name in sorted(found)]
+
+
+def _add_loaded(run: Run, found: dict[str, Library]) -> None:
+    is_complete = "processes" in run and set(run["processes"]["cupti"]) <= set(_COMPLETE)
+    scanned = _scanned(run, {row.library for row in run["loaded"].itertuples() if row.library not in found})
+    for row in run["loaded"].itertuples():
+        known = found.get(row.library)
+        if known is None:
+            usage = Usage()
+            known = Library(row.library, row.path, row.sha256, int(row.file_bytes), usage, scanned.get(row.library))
+            found[row.library] = known
+        elif known.sha256 != row.sha256:
+            raise GpubloatError(
+                f"{row.library} is not the same file in all runs: its sha256 differs", "trace all workloads again"
+            )
+        known.path = known.path or row.path
+        usage = known.usage
+        usage.targets |= set(_targets(run))
+        problem = row.cpu_problem or ("" if row.n_functions_watched else "no function was watched")
+        usage.cpu_problem = usage.cpu_problem or problem
+        usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"])
+        usage.is_gpu_complete &= is_complete
+
+
+def _scanned(run: Run, wanted: set[str]) -> dict[str, dict[str, pd.DataFrame]]:
+    if not wanted or not all(name in run for name in SCANNED):
+        return {}
+    tables = {name: dict(_by_library(run[name])) for name in SCANNED}
+    empty = {name: run[name].iloc[:0] for name in SCANNED}
+    return {
+        library: {name: tables[name].get(library, empty[name]) for name in SCANNED}
+        for library in wanted & set(tables["libraries"])
+    }
+
+
+def _by_library(table: pd.DataFrame) -> Iterator[tuple[str, pd.DataFrame]]:
+    for name, rows in table.groupby("library", sort=False, observed=True):
+        yield str(name), rows
+
+
+def _add_use(usage: Usage, name: str, rows: pd.DataFrame, run: Run) -> None:
+    if name == "used_functions":
+        usage.functions = np.concatenate([usage.functions, rows["offset_bytes"].to_numpy(np.int64)])
+    elif name == "evidence":
+        usage.elements |= set(zip(rows["region"].tolist(), rows["element"].tolist()))
+    else:
+        if _is_guard(run):
+            usage.targets |= set(_targets(run))
+        is_function = (rows["what"] == "function").to_numpy()
+        usage.functions = np.concatenate([usage.functions, rows["offset_bytes"].to_numpy(np.int64)[is_function]])
+        usage.headers |= set(rows["offset_bytes"][~is_function].tolist())
+        known = rows[~is_function & rows["region"].notna() & rows["element"].notna()]
+        usage.elements |= set(zip(known["region"].astype(int).tolist(), known["element"].astype(int).tolist()))
+
+
+def _targets(run: Run) -> list[str]:
+    found: Any = run.provenance.get("targets", [])
+    if not isinstance(found, list) or not all(isinstance(t, str) for t in found):
+        raise FormatError(str(run.folder / "run.json"), 0, "'targets' is no list of GPU targets")
+    return found
+
+
+def _is_guard(run: Run) -> bool:
+    return run.provenance.get("trace") == "guard" and "misses" in run
+
+
+def _is_trace(run: Run) -> bool:
+    return "loaded" in run and run.provenance.get("trace") != "guard"
