@@ -28,7 +28,10 @@ MISSING = "-"
 METHOD = {
     "wall_s": "monotonic clock from fork to the exit of the command",
     "peak_rss_bytes": "ru_maxrss of the command and of every descendant, the largest; floor: 10 MB of the launcher",
-    "peak_gpu_bytes": f"NVML, every {INTERVAL_S * 1e3:.0f} ms: used memory of the visible GPUs minus the level before",
+    "peak_gpu_bytes": (
+        f"NVML: used memory of the visible GPUs minus the level before, read every {INTERVAL_S * 1e3:.0f} ms; "
+        "what is taken and freed between two looks is missed"
+    ),
 }
 
 

@@ -64,7 +64,8 @@ def _symbolic(file: Elf, relocations: Array) -> Array:
     symbols, _ = file.symbols(elf.SHT_DYNSYM)
     index = (rows["r_info"] >> np.uint64(32)).astype(np.int64)
     inside = index < len(symbols)
-    return symbols["st_value"][index[inside]] + rows["r_addend"][inside].astype(np.uint64)
+    found: Array = symbols["st_value"][index[inside]] + rows["r_addend"][inside].astype(np.uint64)
+    return found
 
 
 def _resolvers(file: Elf) -> Array:
@@ -82,12 +83,11 @@ def _dynamic(file: Elf) -> Array:
         if section.sh_type == _SHT_DYNAMIC:
             tags = file.reader.array("<u8", section.sh_offset, section.file_size // 16 * 2, section.name).reshape(-1, 2)
             found.append(tags[np.isin(tags[:, 0], (DT_INIT, DT_FINI)), 1])
-    return np.concatenate(found)
+    result: Array = np.concatenate(found)
+    return result
 
 
-def jumped_into(
-    reader: Reader, address: Array, offset: Array, size: Array, is_source: Array, is_cold: Array
-) -> Array:
+def jumped_into(reader: Reader, address: Array, offset: Array, size: Array, is_source: Array, is_cold: Array) -> Array:
     """Which functions the code of others jumps into behind their start.
 
     Parameters

@@ -129,6 +129,8 @@ class Loadable:
         found: dict[Content, list[Key]] = {}
         candidates: Any = rows[fits].sort_values(["library", "offset_bytes"]).itertuples(index=False)
         for row in candidates:
+            if self.file(row.library) is None:
+                continue  # a problem of this library already
             try:
                 data = self._content(row)
             except FormatError as error:

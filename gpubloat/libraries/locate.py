@@ -4,8 +4,8 @@ Rules, conservative throughout; what is not known is kept.
 
 Elements of fatbins
   used            kept: any evidence of any run counts, a page shared with a neighbour and a variable included.
-  reason I        `other_architecture`: the driver would give it to none of the targets (`tables.targets.fit`, decided in
-                  its region for each target, removed if all agree). So PTX goes that is too new, or that stands beside
+  reason I        `other_architecture`: the driver would give it to none of the targets (`tables.targets.fit`, for each
+                  target in its region, removed if all agree). So PTX goes that is too new, or that stands beside
                   machine code which fits.
   reason II       `unused_element`: cubins and PTX that a target could be given, if every run that loaded the library
                   recorded the use of GPU code. Without a known target (CUDA was never initialised) they all are unused.
@@ -143,9 +143,7 @@ def _seen(outer: pd.DataFrame, section: pd.Series[str], usage: Usage) -> Array:
     return (section.isin(WATCHED_SECTIONS) & (stop > first) & (start < last)).to_numpy(bool)
 
 
-def functions(
-    reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage: Usage
-) -> tuple[pd.DataFrame, int]:
+def functions(reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage: Usage) -> tuple[pd.DataFrame, int]:
     """Rows of `removed` for the functions of one library, and how many are kept since too little is known of them."""
     table = table.sort_values("address", kind="stable")
     file = Elf(reader) if bytes(reader.view(0, min(4, reader.size))) == elf.MAGIC else None
@@ -226,4 +224,5 @@ def _disjoint(removed: pd.DataFrame, file_size: int) -> Array:
     start = removed["offset_bytes"].to_numpy(np.int64)
     stop = start + removed["size_bytes"].to_numpy(np.int64)
     before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]) if len(stop) else stop
-    return (start >= before) & (stop <= file_size)
+    found: Array = (start >= before) & (stop <= file_size)
+    return found

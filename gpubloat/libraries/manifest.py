@@ -111,7 +111,9 @@ def ranges(folder: str | os.PathLike[str], entry: Entry) -> Array:
     if not isinstance(found, np.ndarray) or found.dtype != RANGE or found.ndim != 1:
         raise FormatError(str(path), 0, "no table of ranges")
     start, size = found["offset"], found["size"]
-    fits = (size <= np.uint64(entry.bytes)) & (start <= np.uint64(entry.bytes) - np.minimum(size, np.uint64(entry.bytes)))
+    fits = (size <= np.uint64(entry.bytes)) & (
+        start <= np.uint64(entry.bytes) - np.minimum(size, np.uint64(entry.bytes))
+    )
     stop = start + size
     if not (fits.all() and (start[1:] >= stop[:-1]).all() and np.isin(found["kind"], (CPU, GPU)).all()):
         raise FormatError(str(path), 0, "ranges that overlap or leave the file")

@@ -19,6 +19,8 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
+from itertools import groupby
+from operator import itemgetter
 from pathlib import Path
 from struct import Struct
 from typing import NamedTuple
@@ -27,7 +29,7 @@ import numpy as np
 import pandas as pd
 
 from gpubloat.libraries.elf import PAGE, Array
-from gpubloat.libraries.locate import CPU, GPU, Plan
+from gpubloat.libraries.locate import CPU, Plan
 from gpubloat.libraries.reader import Reader
 
 LAYOUTS = ("zeroed", "moved")
@@ -50,7 +52,7 @@ class Edits(NamedTuple):
 
     starts: Array
     stops: Array
-    bytes: Array
+    fill: Array
     moves: list[tuple[int, int, int]]
     patches: list[tuple[int, bytes]]
 
@@ -76,7 +78,7 @@ def write(reader: Reader, edits: Edits, place: Path, mode: int = 0o644) -> Writt
     return Written(digest.hexdigest(), blocks * 512)
 
 
-def edits(plan: Plan, tables: dict[str, pd.DataFrame], layout: str, reader: Reader) -> Edits:
+def edits(plan: Plan, tables: dict[str, pd.DataFrame], layout: str) -> Edits:
     """The changes that turn the original into the copy."""
     starts = plan.ranges["offset"].astype(np.int64)
     stops = starts + plan.ranges["size"].astype(np.int64)
@@ -97,27 +99,31 @@ def edits(plan: Plan, tables: dict[str, pd.DataFrame], layout: str, reader: Read
 def _compact(
     plan: Plan, tables: dict[str, pd.DataFrame], moves: list[tuple[int, int, int]], patches: list[tuple[int, bytes]]
 ) -> tuple[Array, Array]:
-    """Tails (start, stop) of the regions that are packed, shape (n, 2), and the rows of `removed` this takes care of."""
+    """Tails (start, stop) of the packed regions, shape (n, 2), and the rows of `removed` that this takes care of."""
     gone: dict[int, dict[int, int]] = {}
     rows = plan.removed[plan.removed["what"] == "element"]
     for row, region, element in zip(rows.index.tolist(), rows["region"].tolist(), rows["element"].tolist()):
         gone.setdefault(region, {})[element] = row
-    regions = tables["regions"].set_index("region")
-    outer = tables["elements"][tables["elements"]["member"].isna() & tables["elements"]["region"].isin(list(gone))]
-    tails, packed = [], []
-    for region, inside in outer.groupby("region", sort=True):
-        removed = gone[int(region)]  # type: ignore[call-overload]
-        offset, size = (int(regions.at[region, name]) for name in ("offset_bytes", "size_bytes"))
-        sizes = inside["header_bytes"] + inside["payload_bytes"]
-        if len(removed) == len(inside) or (sizes % 8).any():
+    regions, elements = tables["regions"], tables["elements"]
+    places = dict(
+        zip(regions["region"].tolist(), zip(regions["offset_bytes"].tolist(), regions["size_bytes"].tolist()))
+    )
+    outer = elements[elements["member"].isna() & elements["region"].isin(list(gone))]
+    columns = [outer[name].tolist() for name in ("region", "element", "offset_bytes", "header_bytes", "payload_bytes")]
+    tails: list[tuple[int, int]] = []
+    packed: list[int] = []
+    for region, group in groupby(zip(*columns), key=itemgetter(0)):
+        inside, removed = list(group), gone[region]
+        if len(removed) == len(inside) or any((header + payload) % 8 for *_, header, payload in inside):
             continue
+        offset, size = places[region]
         at = offset + _HEADER
-        for element, source, length in zip(inside["element"].tolist(), inside["offset_bytes"].tolist(), sizes.tolist()):
+        for _, element, source, header, payload in inside:
             if element in removed:
                 continue
             if source != at:
-                moves.append((at, source, length))
-            at += length
+                moves.append((at, source, header + payload))
+            at += header + payload
         patches.append((offset + _SIZE_AT, _U64.pack(at - offset - _HEADER)))
         tails.append((at, offset + size))
         packed += removed.values()
@@ -130,7 +136,7 @@ def _apply(reader: Reader, edits: Edits, at: int, data: memoryview) -> None:
     first, last = np.searchsorted(edits.stops, at, "right"), np.searchsorted(edits.starts, end, "left")
     trap, zero = bytes([TRAP]), b"\0"
     for begin, stop, value in zip(
-        edits.starts[first:last].tolist(), edits.stops[first:last].tolist(), edits.bytes[first:last].tolist()
+        edits.starts[first:last].tolist(), edits.stops[first:last].tolist(), edits.fill[first:last].tolist()
     ):
         begin, stop = max(begin, at), min(stop, end)
         data[begin - at : stop - at] = (trap if value else zero) * (stop - begin)
@@ -145,10 +151,11 @@ def _apply(reader: Reader, edits: Edits, at: int, data: memoryview) -> None:
 
 def _holes(edits: Edits) -> Array:
     """Pages that need not be written, as (start, stop) of runs of whole pages, sorted. Shape (n, 2)."""
-    is_cpu = edits.bytes == TRAP
+    is_cpu = edits.fill == TRAP
     begin = -(-(edits.starts + is_cpu) // PAGE) * PAGE  # the first byte of a function stays out
     end = (edits.stops - is_cpu) // PAGE * PAGE  # and so does its last
-    return np.stack([begin, end], axis=1)[begin < end]
+    found: Array = np.stack([begin, end], axis=1)[begin < end]
+    return found
 
 
 def _between(holes: Array, at: int, end: int) -> Iterator[tuple[int, int]]:

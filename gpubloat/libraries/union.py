@@ -10,7 +10,6 @@ import hashlib
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -88,7 +87,7 @@ def libraries(runs: Sequence[Run]) -> list[Library]:
             _add_loaded(run, found)
     for run in runs:
         for name in ("used_functions", "evidence", "misses"):
-            if name in run:
+            if name in tuple(run):
                 for library, rows in _by_library(run[name]):
                     if library in found:
                         _add_use(found[library].usage, name, rows, run)
@@ -98,29 +97,30 @@ def libraries(runs: Sequence[Run]) -> list[Library]:
 
 
 def _add_loaded(run: Run, found: dict[str, Library]) -> None:
-    is_complete = "processes" in run and set(run["processes"]["cupti"]) <= set(_COMPLETE)
-    scanned = _scanned(run, {row.library for row in run["loaded"].itertuples() if row.library not in found})
-    for row in run["loaded"].itertuples():
-        known = found.get(row.library)
-        if known is None:
-            usage = Usage()
-            known = Library(row.library, row.path, row.sha256, int(row.file_bytes), usage, scanned.get(row.library))
-            found[row.library] = known
-        elif known.sha256 != row.sha256:
+    is_complete = "processes" in tuple(run) and set(run["processes"]["cupti"]) <= set(_COMPLETE)
+    rows: list[dict[str, Any]] = [{str(k): v for k, v in row.items()} for row in run["loaded"].to_dict("records")]
+    scanned = _scanned(run, {str(row["library"]) for row in rows} - set(found))
+    for row in rows:
+        name = str(row["library"])
+        if name not in found:
+            size = int(row["file_bytes"])
+            found[name] = Library(name, str(row["path"]), str(row["sha256"]), size, Usage(), scanned.get(name))
+        known = found[name]
+        if known.sha256 != row["sha256"]:
             raise GpubloatError(
-                f"{row.library} is not the same file in all runs: its sha256 differs", "trace all workloads again"
+                f"{name} is not the same file in all runs: its sha256 differs", "trace all of them again"
             )
-        known.path = known.path or row.path
+        known.path = known.path or str(row["path"])
         usage = known.usage
         usage.targets |= set(_targets(run))
-        problem = row.cpu_problem or ("" if row.n_functions_watched else "no function was watched")
+        problem = str(row["cpu_problem"]) or ("" if row["n_functions_watched"] else "no function was watched")
         usage.cpu_problem = usage.cpu_problem or problem
         usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"])
         usage.is_gpu_complete &= is_complete
 
 
 def _scanned(run: Run, wanted: set[str]) -> dict[str, dict[str, pd.DataFrame]]:
-    if not wanted or not all(name in run for name in SCANNED):
+    if not wanted or not set(SCANNED) <= set(run):
         return {}
     tables = {name: dict(_by_library(run[name])) for name in SCANNED}
     empty = {name: run[name].iloc[:0] for name in SCANNED}
@@ -157,9 +157,10 @@ def _targets(run: Run) -> list[str]:
     return found
 
 
+# `name in run` would read the table: a Run is a Mapping.
 def _is_guard(run: Run) -> bool:
-    return run.provenance.get("trace") == "guard" and "misses" in run
+    return run.provenance.get("trace") == "guard" and "misses" in tuple(run)
 
 
 def _is_trace(run: Run) -> bool:
-    return "loaded" in run and run.provenance.get("trace") != "guard"
+    return "loaded" in tuple(run) and run.provenance.get("trace") != "guard"

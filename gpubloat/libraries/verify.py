@@ -3,30 +3,25 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import re
-import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pandas as pd
 
-from gpubloat.errors import FormatError, GpubloatError
-from gpubloat.libraries import cost, sampling
+from gpubloat.errors import GpubloatError
+from gpubloat.libraries import cost, execute, manifest, record, sampling
 from gpubloat.libraries.cost import Cost
+from gpubloat.libraries.execute import GUARDS
+from gpubloat.libraries.verdicts import VARIANTS, VERDICTS, Measured, numbers, repeats, verdict
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 Copies = Callable[[], AbstractContextManager[Mapping[str, str]]]
 
 LOADINGS = ("default", "lazy", "eager")
-VARIANTS = ("original", "debloated")
-GUARDS = ("off", "report", "restore")
-VERDICTS = ("crashed", "differs", "not_deterministic", "equal")  # the worst first
 LIMIT_S, LIMIT_TIMES = 60.0, 10.0  # a driver that meets a damaged element can loop for ever
 
 METHOD = {
@@ -35,28 +30,6 @@ METHOD = {
     "is_equal": "exit status, sha256 of stdout and of the compared files",
     "within_spread": "last number on stdout: medians of copies and originals no further apart than the originals are",
 }
-_NUMBER = re.compile(rb"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?!\.?\w)", re.IGNORECASE)
-
-
-class Outcome(NamedTuple):
-    """What of a run is compared."""
-
-    exit_status: int
-    stdout: str
-    files: tuple[str, ...]
-
-
-class Measured(NamedTuple):
-    """One run: which libraries, which loading mode, which round, what it cost."""
-
-    variant: str
-    loading: str
-    repeat: int
-    cost: Cost
-
-    @property
-    def outcome(self) -> Outcome:
-        return Outcome(self.cost.exit_status, self.cost.stdout_sha256, self.cost.files_sha256)
 
 
 def verify(
@@ -91,36 +64,39 @@ def verify(
     Returns
     -------
     Run with repeats and verdicts. run.json also has `verdict`, the worst of all loading modes; `numbers`, per mode the
-    last number that each run printed and `within_spread`, for commands whose output differs from run to run; and
-    `n_timeouts`. A run of the copies may take a minute plus ten times the slowest original, then it is ended: crashed.
+    last number that each run printed and `within_spread`, for commands whose output differs from run to run;
+    `n_timeouts`; and, unless `copies` was given, `n_swapped`, the libraries that ran from their copies, `n_misses`, the
+    places of removed code that the guard met, and `problems`. A run of the copies may take a minute plus ten times the
+    slowest original; then it is ended.
 
     Raises
     ------
-    GpubloatError : `folder` is none of `debloat`; the command fails on the originals or does not write a compared file.
+    GpubloatError : `folder` is none of `debloat`; the command fails on the originals, does not write a compared file,
+    or loads none of the libraries that have copies.
     """
     command, loadings = list(command), list(dict.fromkeys(loadings))
     _check(command, repeat, loadings, guard)
     cost.compiled(ignore)
     if out is not None:
         refuse_overwrite(Path(out), force)
-    manifest = _manifest(Path(folder))
-    if copies is None:
-        with tempfile.TemporaryDirectory(prefix="gpubloat-") as logs:
-            execute = import_module("gpubloat.libraries.execute")
-            runs = _measure(
-                command, lambda: execute.environment(folder, guard, logs), repeat, loadings, compare, ignore, progress
-            )
-    else:
-        runs = _measure(command, copies, repeat, loadings, compare, ignore, progress)
-    verdicts = [_verdict(loading, [r for r in runs if r.loading == loading]) for loading in loadings]
+    about = manifest.read(folder)
+    details: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory(prefix="gpubloat-record-") as logs:
+        given = copies or (lambda: _copies(folder, guard, Path(logs)))
+        runs = _measure(command, given, repeat, loadings, compare, ignore, progress)
+        if copies is None:
+            details = _met(Path(logs))
+    by_loading = {loading: [r for r in runs if r.loading == loading] for loading in loadings}
+    verdicts = [verdict(loading, mine) for loading, mine in by_loading.items()]
     with RunWriter("libraries", ["repeats", "verdicts"], out, force) as writer:
-        writer.append("repeats", _repeats(runs))
+        writer.append("repeats", repeats(runs))
         writer.append(
             "verdicts",
             pd.DataFrame(verdicts).astype(dict.fromkeys(("peak_gpu_bytes", "peak_gpu_bytes_after"), "Int64")),
         )
-        record = provenance(command_line, METHOD, manifest)
-        record |= {
+        inputs = [{"name": e.library, "bytes": e.bytes, "sha256": e.sha256} for e in about.libraries]
+        details = provenance(command_line, METHOD, inputs) | details
+        details |= {
             "gpus": sampling.gpus(),
             "guard": guard,
             "verdict": min((str(v["verdict"]) for v in verdicts), key=VERDICTS.index),
@@ -128,9 +104,9 @@ def verify(
             "ignore": list(ignore),
             "compare": [Path(file).name for file in compare],
             "CUDA_MODULE_LOADING": os.environ.get("CUDA_MODULE_LOADING", ""),
-            "numbers": {loading: _numbers([r for r in runs if r.loading == loading]) for loading in loadings},
+            "numbers": {loading: numbers(mine) for loading, mine in by_loading.items()},
         }
-        return writer.finish(record)
+        return writer.finish(details)
 
 
 def _check(command: Sequence[str], repeat: int, loadings: Sequence[str], guard: str) -> None:
@@ -146,21 +122,30 @@ def _check(command: Sequence[str], repeat: int, loadings: Sequence[str], guard: 
         raise GpubloatError("no way of loading was named", f"known: {', '.join(LOADINGS)}")
 
 
-def _manifest(folder: Path) -> list[dict[str, Any]]:
-    """Name, size and sha256 of the originals that have copies."""
-    path = folder / "manifest.json"
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        return [
-            {"name": entry["library"], "bytes": entry["bytes"], "sha256": entry["sha256"]}
-            for entry in content["libraries"]
-        ]
-    except OSError as error:
-        raise GpubloatError(
-            f"{folder} holds no debloated copies: manifest.json: {error.strerror}", "give what debloat --out wrote"
-        ) from None
-    except (ValueError, KeyError, TypeError) as error:
-        raise FormatError(str(path), 0, f"not a manifest of debloated copies: {error!r}") from None
+@contextlib.contextmanager
+def _copies(folder: str | os.PathLike[str], guard: str, logs: Path) -> Iterator[dict[str, str]]:
+    """The variables of `execute.environment`; after the first run, whether they did anything."""
+    is_first = not any(logs.iterdir())
+    with execute.environment(folder, guard, str(logs)) as variables:
+        yield variables
+    if is_first:
+        found = record.read(logs)
+        if not any(process.swapped for process in found.processes):
+            said = execute.problems(found)
+            raise GpubloatError(
+                f"the command loaded none of the libraries that have copies in {folder}",
+                said[0] if said else "give a command that uses them",
+            )
+
+
+def _met(logs: Path) -> dict[str, Any]:
+    """What the audit library recorded in all runs of the copies, for run.json."""
+    found = record.read(logs)
+    return {
+        "n_swapped": len({path for process in found.processes for path in process.swapped}),
+        "n_misses": len({(miss.path, miss.what, miss.offset) for miss in found.misses}),
+        "problems": execute.problems(found),
+    }
 
 
 def _measure(
@@ -219,80 +204,3 @@ def _worth_comparing(found: Cost, compare: Sequence[str | os.PathLike[str]]) -> 
             raise GpubloatError(
                 f"{os.fspath(file)} was not written by the command", "compare files that it writes anew in each run"
             )
-
-
-def _repeats(runs: Sequence[Measured]) -> pd.DataFrame:
-    """Table repeats, in order of time."""
-    first: dict[str, Outcome] = {}
-    rows = []
-    for run in runs:
-        first.setdefault(run.loading, run.outcome)
-        rows.append(
-            {
-                "variant": run.variant,
-                "loading": run.loading,
-                "repeat": run.repeat,
-                "exit_status": run.cost.exit_status,
-                "wall_s": run.cost.wall_s,
-                "peak_rss_bytes": run.cost.peak_rss_bytes,
-                "peak_gpu_bytes": run.cost.peak_gpu_bytes,
-                "stdout_sha256": run.cost.stdout_sha256,
-                "files_sha256": " ".join(run.cost.files_sha256),
-                "is_equal": run.outcome == first[run.loading],
-            }
-        )
-    return pd.DataFrame(rows).astype({"peak_gpu_bytes": "Int64"})
-
-
-def _verdict(loading: str, runs: Sequence[Measured]) -> dict[str, Any]:
-    """One row of verdicts, from the runs of one loading mode."""
-    originals, copies = ([r for r in runs if r.variant == variant] for variant in VARIANTS)
-    known = {r.outcome for r in originals}
-    statuses = {r.cost.exit_status for r in originals}
-    is_deterministic = len(known) == 1
-    # Among originals that differ, the copies may give what any of them gave.
-    is_equal = all(r.outcome in known for r in copies)
-    odd = [r for r in copies if r.cost.exit_status not in statuses]
-    if any(r.cost.exit_status for r in odd):
-        verdict = "crashed"
-    elif odd or (is_deterministic and not is_equal):
-        verdict = "differs"
-    else:
-        verdict = "equal" if is_deterministic else "not_deterministic"
-    row: dict[str, Any] = {
-        "loading": loading,
-        "n_repeats": len(originals),
-        "is_deterministic": is_deterministic,
-        "is_equal": is_equal,
-        "verdict": verdict,
-    }
-    for suffix, group in (("", originals), ("_after", copies)):
-        walls = [r.cost.wall_s for r in group]
-        gpu = [r.cost.peak_gpu_bytes for r in group if r.cost.peak_gpu_bytes is not None]
-        row |= {
-            f"wall_s{suffix}": statistics.median(walls),
-            f"wall_spread_s{suffix}": max(walls) - min(walls),
-            f"peak_rss_bytes{suffix}": round(statistics.median(r.cost.peak_rss_bytes for r in group)),
-            f"peak_gpu_bytes{suffix}": round(statistics.median(gpu)) if gpu else None,
-        }
-    return row
-
-
-def _numbers(runs: Sequence[Measured]) -> dict[str, Any]:
-    """The last number that each run printed, as text, and whether the copies' are within the spread of the originals'.
-
-    `within_spread`: the medians differ by no more than the originals among themselves; None if a run printed none.
-    """
-    original, debloated = ([last_number(r.cost.stdout_tail) for r in runs if r.variant == v] for v in VARIANTS)
-    within = None
-    if None not in original and None not in debloated:
-        ones, others = ([float(text) for text in texts if text] for texts in (original, debloated))
-        spread, apart = max(ones) - min(ones), abs(statistics.median(others) - statistics.median(ones))
-        within = apart <= spread or set(original) == set(debloated)  # nan is equal to itself here
-    return {"original": original, "debloated": debloated, "within_spread": within}
-
-
-def last_number(printed: bytes) -> str | None:
-    """The last number in what a program printed, as it stands there: a training loss, say."""
-    found: list[bytes] = _NUMBER.findall(printed)
-    return found[-1].decode("ascii") if found else None

@@ -21,13 +21,12 @@ from gpubloat.errors import FormatError
 _CHUNK = 1 << 20
 # Signatures over a RECORD that is no longer there.
 _SIGNATURES = ("RECORD.jws", "RECORD.p7s")
-_LEVEL = 6  # what pip and build use
 
 
 def repack(wheel: Path, replaced: Mapping[str, Path], out: Path) -> None:
     """Write `wheel` to `out` with the members `replaced` (name -> file). The same input gives the same bytes.
 
-    Order, names, times, rights and compression methods of the members stay; signatures over the old RECORD are left out.
+    Order, names, times, rights and compression methods of the members stay; signatures over the old RECORD go.
     Raises FormatError if the wheel has no RECORD (a plain .zip needs none) or cannot be read.
     """
     try:
@@ -43,7 +42,7 @@ def repack(wheel: Path, replaced: Mapping[str, Path], out: Path) -> None:
                 made = _header(info)
                 if info.filename in records:
                     text = _record(old.read(info).decode("utf-8"), replaced)
-                    new.writestr(made, text, info.compress_type, _LEVEL)
+                    new.writestr(made, text, info.compress_type)
                     continue
                 path = replaced.get(info.filename)
                 made.file_size = info.file_size if path is None else path.stat().st_size
@@ -56,8 +55,6 @@ def repack(wheel: Path, replaced: Mapping[str, Path], out: Path) -> None:
 def _header(info: zipfile.ZipInfo) -> zipfile.ZipInfo:
     made = copy(info)
     made.extra = b""  # zip64 sizes, which zipfile writes itself where they are needed
-    made.compress_level = _LEVEL
-    made.flag_bits &= 0x800
     return made
 
 

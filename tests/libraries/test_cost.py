@@ -165,6 +165,11 @@ def test_environment_folder_and_stdin_are_as_given(tmp_path: Path) -> None:
     assert found.exit_status == expected.returncode == 0
 
 
+def test_what_is_preloaded_is_so_only_into_the_command() -> None:
+    found = cost.run(["true"], env={**os.environ, "LD_PRELOAD": "/nonesuch.so"})
+    assert found.stderr_tail.count(b"cannot be preloaded") == 1
+
+
 def test_signals_are_as_in_a_shell() -> None:
     code = "import signal; print(signal.pthread_sigmask(signal.SIG_BLOCK, []))"
     assert cost.run(python(code)).stdout_tail == b"set()\n"

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import os
 import re
-import sys
-import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +14,10 @@ import pytest
 
 from gpubloat import Run
 from gpubloat.errors import FormatError, GpubloatError
-from gpubloat.libraries import cost
+from gpubloat.libraries import cost, execute, manifest, record
 from gpubloat.libraries import verify as module
-from gpubloat.libraries.verify import last_number, verify
+from gpubloat.libraries.verdicts import last_number
+from gpubloat.libraries.verify import verify
 
 
 @pytest.fixture
@@ -27,8 +25,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A debloated folder as far as `verify` looks at it; the workload runs in an empty folder beside it."""
     path = tmp_path / "debloated"
     path.mkdir()
-    entry = {"library": "pkg/liba.so", "path": "/usr/lib/liba.so", "sha256": "0" * 64, "bytes": 5}
-    (path / "manifest.json").write_text(json.dumps({"kind": "runs", "libraries": [entry]}))
+    digest = "0" * 64
+    entry = manifest.Entry(
+        "pkg/liba.so", "/usr/lib/liba.so", "files/usr/lib/liba.so", digest, digest, 5, "zeroed", "", "ranges/0.npy"
+    )
+    manifest.write(path, manifest.Manifest("0", "", "runs", [], "/", [], [entry], []))
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.delenv("CUDA_MODULE_LOADING", raising=False)
@@ -208,7 +209,7 @@ def test_refused(folder: Path, tmp_path: Path, script: str, options: dict[str, A
 def test_folders_that_are_none(folder: Path) -> None:
     with pytest.raises(GpubloatError, match="no command"):
         verify(folder, [], copies=copies)
-    with pytest.raises(GpubloatError, match="holds no debloated copies"):
+    with pytest.raises(GpubloatError, match="is no debloated folder"):
         verify(folder / "absent", ["true"], copies=copies)
     for text in ("{", "[]", '{"libraries": [{"library": 1}]}'):
         (folder / "manifest.json").write_text(text)
@@ -229,21 +230,45 @@ def test_copies_are_set_up_for_the_copies_only(folder: Path) -> None:
     assert events == ["in", "out"] * 2
 
 
-def test_without_copies_the_command_runs_as_exec_runs_it(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def logs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, Path]]:
+    """`execute.environment` without an audit library: gives the folder of records to the command, as LOGS."""
     given = []
 
     @contextlib.contextmanager
-    def environment(where: Path, guard: str, logs: str) -> Iterator[dict[str, str]]:
-        assert Path(logs).is_dir()
-        given.append((where, guard, logs))
-        yield {"COPIES": "1"}
+    def environment(folder: Path, guard: str, logs: str) -> Iterator[dict[str, str]]:
+        given.append((folder, guard, Path(logs)))
+        yield {"COPIES": "1", "LOGS": logs}
 
-    fake = types.ModuleType("gpubloat.libraries.execute")
-    fake.environment = environment  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, fake.__name__, fake)
-    assert only(check(folder, "echo ${COPIES:-0}", copies=None, guard="restore", repeat=1))["verdict"] == "differs"
-    ((where, guard, logs),) = given
-    assert (where, guard, Path(logs).exists()) == (folder, "restore", False)
+    monkeypatch.setattr(execute, "environment", environment)
+    return given
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch, swapped: list[str], problems: list[str]) -> None:
+    process = record.Process("1-a", "sh", problems, swapped)
+    misses = [record.Miss(tag, "page", "restored", 64, False, "/usr/lib/liba.so") for tag in ("1-a", "2-b")]
+    monkeypatch.setattr(record, "read", lambda _: record.Record([], [process], misses, []))
+
+
+def test_by_default_the_command_runs_as_exec_runs_it(
+    folder: Path, logs: list[tuple[Path, str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(monkeypatch, ["/usr/lib/liba.so"], ["odd"])
+    run = check(folder, "test $COPIES && touch $LOGS/used; echo ${COPIES:-0}", copies=None, guard="restore", repeat=2)
+    assert only(run)["verdict"] == "differs"
+    assert [run.provenance[name] for name in ("n_swapped", "n_misses", "problems")] == [1, 1, ["odd"]]
+    assert [(where, guard) for where, guard, _ in logs] == [(folder, "restore")] * 2
+    assert not logs[0][2].exists()
+
+
+def test_a_command_that_uses_no_copy_proves_nothing(
+    folder: Path, logs: list[tuple[Path, str, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded(monkeypatch, [], ["no audit in static programs"])
+    with pytest.raises(GpubloatError, match="loaded none of the libraries") as caught:
+        check(folder, ":", copies=None)
+    assert caught.value.hint == "no audit in static programs"
+    assert len(logs) == 1
 
 
 def test_progress_is_shown_only_if_wanted(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

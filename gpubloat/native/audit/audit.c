@@ -4,6 +4,7 @@
    still those of the file. That is the moment to plant breakpoints, to shut pages, or to map a debloated copy. */
 #include "audit.h"
 
+#include <limits.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -103,8 +104,8 @@ static struct module *slot(const char *path)
 
 static void opened(struct link_map *map)
 {
-    char path[1024];
-    if (!map->l_name || !*map->l_name || !realpath(map->l_name, path))
+    char path[PATH_MAX];
+    if (!map->l_name || !*map->l_name || !realpath(map->l_name, path) || strlen(path) >= sizeof modules->path)
         return; /* the program itself, or the kernel's page */
     struct module *m = slot(path);
     if (!m) {

@@ -1,0 +1,115 @@
+"""What the verbs share: common options, running in several processes, and how tables are printed."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import sys
+from concurrent.futures import Executor, ProcessPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from gpubloat.errors import printable
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+Csv = Annotated[Path | None, typer.Option("--csv", metavar="DIR", help="Write every table as CSV into this folder.")]
+Out = Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Keep the run (parquet, run.json) here.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.")]
+Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Files to read at the same time.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
+Command = Annotated[
+    list[str] | None, typer.Argument(metavar="-- CMD...", help="The command, behind two dashes.", show_default=False)
+]
+
+
+class executor:
+    """A process pool of `jobs` workers, or nothing for one."""
+
+    def __init__(self, jobs: int) -> None:
+        self.pool: Executor | None = ProcessPoolExecutor(jobs) if jobs > 1 else None
+
+    def __enter__(self) -> Executor | None:
+        return self.pool
+
+    def __exit__(self, *_: object) -> None:
+        if self.pool is not None:
+            self.pool.shutdown(cancel_futures=True)
+
+
+def command_line() -> str:
+    """The command line as run.json keeps it: paths cut to their names, which tell no machine."""
+    words = [w if w.startswith("-") or not os.path.isabs(w) else os.path.basename(w.rstrip("/")) for w in sys.argv[1:]]
+    return shlex.join(["gpubloat", *words])
+
+
+def records(frame: pd.DataFrame) -> list[dict[str, Any]]:
+    return [{str(name): _plain(value) for name, value in row.items()} for row in frame.to_dict("records")]
+
+
+def _plain(value: Any) -> Any:
+    """A NumPy or pandas scalar as JSON has it; missing values are null."""
+    import pandas as pd
+
+    if pd.isna(value):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def shown(frame: pd.DataFrame) -> pd.DataFrame:
+    """Bytes as MB and fractions as percent, with the unit in the heading."""
+    import pandas as pd
+
+    columns = {}
+    for name in frame.columns:
+        if name.endswith("_bytes"):
+            columns[name.removesuffix("_bytes") + " MB"] = (frame[name] / 1e6).round(2)
+        elif name.endswith("_frac"):
+            columns[name.removesuffix("_frac") + " %"] = (frame[name] * 100).round(1)
+        else:
+            columns[name] = frame[name]
+    return pd.DataFrame(columns)
+
+
+def print_table(frame: pd.DataFrame, title: str, to_stderr: bool = False) -> None:
+    import pandas as pd
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for name in frame.columns:
+        is_text = pd.api.types.is_string_dtype(frame[name])
+        table.add_column(
+            name.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text, overflow="ellipsis"
+        )
+    for row in frame.itertuples(index=False, name=None):
+        table.add_row(*(escape(_cell(v)) for v in row))
+    console = Console(stderr=to_stderr)
+    if not console.is_terminal:  # a file or a pipe has no width: show names whole
+        console = Console(width=200, stderr=to_stderr)
+    console.print(table)
+
+
+def _cell(value: Any) -> str:
+    import pandas as pd
+
+    if pd.isna(value):
+        return "-"
+    if isinstance(value, str):
+        return printable(value)
+    if str(value) in ("True", "False"):
+        return "yes" if value else "no"
+    return f"{value:,.1f}" if float(value) != int(value) else f"{int(value):,}"
+
+
+def print_problems(problems: pd.DataFrame) -> None:
+    if problems.empty:
+        return
+    print(f"{len(problems)} problems (table problems), the first of them:")
+    for library, offset, problem, detail in problems.head(5).itertuples(index=False, name=None):
+        print(f"  {printable(library)}, byte {offset}: {problem}: {printable(detail)}")

@@ -1,0 +1,212 @@
+"""A command on debloated copies, without touching the environment it lives in; the guard that survives a miss.
+
+The audit library maps the bytes of a copy over the original when the loader opens it, so paths stay what they were
+(`native/audit/swap.c`). The guard: a removed function traps at its first byte, and a removed element is on pages that
+nobody may read. `report` says what was met, and stops before the function runs; `restore` brings the original bytes
+back and goes on. What was met becomes a Run that `debloat` takes as one more.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+
+from gpubloat.errors import GpubloatError
+from gpubloat.libraries import attach, evidence, functions, manifest, record
+from gpubloat.libraries.elf import Array, Elf
+from gpubloat.libraries.inputs import Input, opened
+from gpubloat.libraries.locate import GPU, RANGE
+from gpubloat.libraries.manifest import Entry, Manifest
+from gpubloat.libraries.record import PAGE, Miss, Record
+from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
+from gpubloat.tables.usage import Misses
+
+GUARDS = ("off", "report", "restore")
+METHOD = {
+    "functions": "each call of a removed function, at its first byte",
+    "elements": "first touch of a page that holds nothing but one element's payload; all pages of smaller ones",
+}
+_CHUNK = 64 << 20
+
+
+def execute(
+    folder: str | os.PathLike[str],
+    command: Sequence[str],
+    *,
+    guard: str = "off",
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    command_line: str = "gpubloat.libraries.execute",
+) -> tuple[int, Run]:
+    """Run `command` on the copies in `folder`.
+
+    Parameters
+    ----------
+    folder : what `debloat` wrote. command : program and arguments.
+    guard : off: nothing is watched, a removed function ends the program with SIGTRAP; report, restore: see above.
+    out, force : keep the run of misses in this folder; replace what is there.
+
+    Returns
+    -------
+    Exit status of the command (negative: the signal that ended it), and a Run with the table misses. Its provenance has
+    `n_swapped`, the libraries that ran from their copies in any process, and `problems`.
+
+    Raises
+    ------
+    GpubloatError : no debloated folder, a library that changed since, a command that cannot be started.
+    """
+    if out is not None:
+        refuse_overwrite(Path(out), force)
+    about = manifest.read(folder)
+    with tempfile.TemporaryDirectory(prefix="gpubloat-record-") as logs:
+        with environment(folder, guard, logs) as variables:
+            status = attach.run(command, {**os.environ, **variables})
+        found = record.read(Path(logs))
+    with RunWriter("libraries", ["misses"], out, force) as writer:
+        writer.append("misses", misses(folder, about, found.misses))
+        details = provenance(command_line, METHOD, [{"name": e.library, "sha256": e.sha256} for e in about.libraries])
+        details |= {
+            "trace": "guard",
+            "guard": guard,
+            "targets": about.targets,
+            "exit_status": status,
+            "n_swapped": len({path for p in found.processes for path in p.swapped}),
+            "problems": problems(found),
+            "empty": {"misses": "the guard was off" if guard == "off" else "no removed code was met"},
+        }
+        return status, writer.finish(details)
+
+
+@contextmanager
+def environment(
+    folder: str | os.PathLike[str], guard: str = "off", logs: str | None = None
+) -> Iterator[dict[str, str]]:
+    """Variables that put a command onto the copies of `folder`; records go to the folder `logs`.
+
+    GpubloatError where an original is gone or has another size than was debloated.
+    """
+    if guard not in GUARDS:
+        raise GpubloatError(f"{guard!r} is no mode of the guard", f"known: {', '.join(GUARDS)}")
+    place, about = Path(folder).resolve(), manifest.read(folder)
+    if not about.libraries:
+        raise GpubloatError(f"{folder} has no copies to run on", "install a repacked wheel with pip")
+    with tempfile.TemporaryDirectory(prefix="gpubloat-plan-") as made:
+        lines = [_line(place, entry, guard, Path(made) / f"{n}.npy") for n, entry in enumerate(about.libraries)]
+        plan = Path(made) / "plan"
+        plan.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
+        variables = {"GPUBLOAT_PLAN": str(plan), "GPUBLOAT_GUARD": guard}
+        variables |= {"GPUBLOAT_DIR": logs} if logs else {}
+        env = attach.audited(os.environ, **variables)
+        yield {name: env[name] for name in ("LD_AUDIT", *variables)}
+
+
+def _line(place: Path, entry: Entry, guard: str, changed: Path) -> str:
+    """One line of the plan that the audit library reads."""
+    try:
+        size = os.stat(entry.path).st_size
+    except OSError as error:
+        raise GpubloatError(
+            f"the original {entry.path} cannot be read: {error.strerror}", "copies run in the place of their originals"
+        ) from None
+    copy = manifest.inside(place, entry.copy)
+    if size != entry.bytes or not copy.is_file() or copy.stat().st_size != size:
+        raise GpubloatError(f"{entry.library} is not the version that was debloated", "trace and debloat it again")
+    if any(character in f"{entry.path}{copy}" for character in "\t\n"):
+        raise GpubloatError(f"{entry.library} has a tab or a newline in its path", "rename its folder")
+    ranges = place / entry.ranges
+    if entry.layout == "moved":
+        if guard != "off":
+            raise GpubloatError(
+                f"{entry.library} was pruned with its elements moved: there is nothing to restore", "use --guard off"
+            )
+        np.save(changed, _changed(Path(entry.path), copy))
+        ranges = changed
+    else:
+        manifest.ranges(place, entry)
+    return f"{os.path.realpath(entry.path)}\t{copy}\t{ranges}\t{size}\n"
+
+
+def _changed(original: Path, copy: Path) -> Array:
+    """The pages in which two files of one size differ, as ranges (dtype of `manifest.ranges`)."""
+    pages = []
+    before, after = np.memmap(original, np.uint8, "r"), np.memmap(copy, np.uint8, "r")
+    for at in range(0, len(before), _CHUNK):
+        differs = before[at : at + _CHUNK] != after[at : at + _CHUNK]
+        pages.append(at // PAGE + np.flatnonzero(np.logical_or.reduceat(differs, np.arange(0, len(differs), PAGE))))
+    found = np.concatenate(pages) if pages else np.zeros(0, np.int64)
+    begins = np.flatnonzero(np.diff(found, prepend=-2) > 1)
+    ends = np.append(begins[1:], len(found))
+    ranges = np.zeros(len(begins), RANGE)
+    if len(begins):
+        ranges["offset"] = found[begins] * PAGE
+        ranges["size"] = np.minimum((found[ends - 1] + 1) * PAGE, len(before)) - found[begins] * PAGE
+        ranges["kind"] = GPU
+    return ranges
+
+
+def problems(found: Record) -> list[str]:
+    """What kept libraries from running on their copies."""
+    return list(dict.fromkeys([*found.problems, *(problem for p in found.processes for problem in p.problems)]))
+
+
+def misses(folder: str | os.PathLike[str], about: Manifest, met: Sequence[Miss]) -> pd.DataFrame:
+    """Table `misses` from what the guard wrote, with the functions and elements that lay there."""
+    if not met:
+        return Misses.none()
+    removed = Run.load(folder)["removed"]
+    parts = []
+    for entry in about.libraries:
+        mine = [m for m in met if m.path == os.path.realpath(entry.path)]
+        if mine:
+            rows = removed[removed["library"] == entry.library]
+            parts += [_functions(entry, mine, rows), _elements(mine, rows)]
+    found = pd.concat([p for p in parts if len(p)], ignore_index=True) if any(map(len, parts)) else None
+    return Misses.none() if found is None else Misses.check(found[list(Misses.to_schema().columns)], "misses")
+
+
+def _functions(entry: Entry, met: Sequence[Miss], removed: pd.DataFrame) -> pd.DataFrame:
+    counts = _processes(m for m in met if m.what == "function")
+    rows = removed[(removed["what"] == "function") & removed["offset_bytes"].isin(list(counts))]
+    names: Mapping[int, str] = {}
+    if len(rows):
+        with opened(Input(entry.library, "", entry.path)) as reader:
+            table, _ = functions.read(Elf(reader), entry.library)
+            names = dict(zip(table["offset_bytes"], table["function"], strict=True))
+    offsets = rows["offset_bytes"].tolist()
+    return rows.assign(
+        function=[names.get(offset, "") for offset in offsets],
+        action=[counts[offset][1] for offset in offsets],
+        n_processes=[counts[offset][0] for offset in offsets],
+    )
+
+
+def _elements(met: Sequence[Miss], removed: pd.DataFrame) -> pd.DataFrame:
+    """Elements of which a page of their own was met; those without one, if all their pages were."""
+    pages = [m for m in met if m.what == "page"]
+    rows = removed[removed["what"] == "element"]
+    payloads = rows.rename(columns={"size_bytes": "payload_bytes"}).assign(
+        header_bytes=0, member=None, is_loadable=True
+    )
+    payloads["member"] = payloads["member"].astype("Int64")
+    library = str(rows["library"].iloc[0]) if len(rows) else ""
+    used = evidence.from_pages({library: [m.offset for m in pages]}, payloads)
+    used = used.drop_duplicates(["region", "element"])[["region", "element"]].astype("Int64")
+    rows = rows.merge(used, on=["region", "element"])
+    n_processes = len({m.tag for m in pages})
+    return rows.assign(function="", action=pages[0].action if pages else "", n_processes=n_processes)
+
+
+def _processes(met: Iterator[Miss]) -> dict[int, tuple[int, str]]:
+    """By offset: how many processes met it, and what the guard did."""
+    tags: dict[int, set[str]] = {}
+    actions: dict[int, str] = {}
+    for miss in met:
+        tags.setdefault(miss.offset, set()).add(miss.tag)
+        actions[miss.offset] = miss.action
+    return {offset: (len(found), actions[offset]) for offset, found in tags.items()}
