@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import pandas as pd
 
-from gpubloat.analysis.libraries import pareto
+from gpubloat.analysis.libraries import folded, pareto
 from gpubloat.errors import GpubloatError
 from gpubloat.tables.removal import Reduction
 
@@ -51,6 +51,23 @@ def by_workload(reductions: Tables) -> pd.DataFrame:
 def by_library(reduction: pd.DataFrame) -> pd.DataFrame:
     """The same columns as `by_workload` for the libraries of one workload, one row each, the largest first."""
     return _reduced(reduction).sort_values(["file_bytes", "library"], ascending=[False, True], ignore_index=True)
+
+
+def overview(reduction: pd.DataFrame, top: int = 20) -> pd.DataFrame:
+    """One row per library, the most removed first, then the other libraries, then the total.
+
+    Columns: library, file_bytes, on_disk_bytes (of the copy: holes take none), then cpu_code_bytes, n_functions,
+    gpu_code_bytes, n_elements, each followed by the share that was removed: cpu_code_removed_frac and so on.
+    """
+    columns = ["file_bytes", "on_disk_bytes", *(c for pair in REMOVED.values() for c in pair)]
+    removed = reduction["cpu_removed_bytes"] + reduction["gpu_removed_bytes"]
+    order = removed.sort_values(ascending=False, kind="stable").index
+    table = reduction.rename(columns={"allocated_bytes_after": "on_disk_bytes"}).loc[order, ["library", *columns]]
+    table = folded(table, top)
+    for part, (before, gone) in REMOVED.items():
+        table[gone] = table[gone] / table[before].replace(0, np.nan)
+        table = table.rename(columns={gone: f"{part}_removed_frac"})
+    return table
 
 
 def largest(reductions: Tables) -> pd.DataFrame:

@@ -23,10 +23,15 @@ def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> 
         usable = elements[elements["is_loadable"].fillna(False)]
         loadable = stored(usable).groupby(usable["library"]).sum()
         table.insert(3, "loadable_bytes", table["library"].map(loadable).fillna(0).astype("int64"))
-    table = table.sort_values(["file_bytes", "library"], ascending=[False, True], ignore_index=True)
+    return folded(table.sort_values(["file_bytes", "library"], ascending=[False, True]), top)
+
+
+def folded(table: pd.DataFrame, top: int) -> pd.DataFrame:
+    """The first `top` rows of a table by library, then one row for all others, then the total of all."""
+    table = table.reset_index(drop=True)
     numbers = [c for c in table.columns if c != "library"]
 
-    def folded(rows: pd.DataFrame, name: str) -> pd.DataFrame:
+    def summed(rows: pd.DataFrame, name: str) -> pd.DataFrame:
         # Kernels that were not read stay unknown in the sum; everything else is a plain sum.
         total = {c: rows[c].sum(min_count=1 if c == "n_kernels" else 0) for c in numbers}
         return pd.DataFrame([total]).astype(dict(table.dtypes[numbers])).assign(library=name)
@@ -34,8 +39,8 @@ def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> 
     rest = table.iloc[top:]
     parts = [table.iloc[:top]]
     if len(rest):
-        parts.append(folded(rest, f"({len(rest)} smaller files)"))
-    parts.append(folded(table, f"total of {len(table)} file{'' if len(table) == 1 else 's'}"))
+        parts.append(summed(rest, f"({len(rest)} smaller files)"))
+    parts.append(summed(table, f"total of {len(table)} file{'' if len(table) == 1 else 's'}"))
     return pd.concat(parts, ignore_index=True)[list(table.columns)]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from gpubloat.analysis.libraries import folded, stored
 from gpubloat.errors import GpubloatError
 
 Tables = Mapping[str, pd.DataFrame]  # by workload
@@ -25,6 +26,34 @@ DRIVER = ("content", "pointer", "kernel", "variable")  # sources of evidence tha
 PAGES = ("page",)  # and the one that first touches of pages give
 PAGES_SHARED = ("page", "page_shared")  # small elements have no page of their own: finds more, claims more
 EXACT_WORKLOADS = 12  # all orders by way of 4096 subsets; with more workloads, orders are sampled
+
+
+def overview(run: Mapping[str, pd.DataFrame], top: int = 20) -> pd.DataFrame:
+    """What one run used of each library, the largest first, then the other libraries, then the total.
+
+    `run` has the tables loaded, libraries, used_functions, elements, evidence. Columns: library, file_bytes,
+    cpu_code_bytes and its cpu_used_frac (bytes of functions that were entered), n_functions (whose entry could be
+    recorded) and n_used, gpu_code_bytes and its gpu_used_frac (stored bytes of elements with any evidence), n_elements
+    and n_elements_used.
+    """
+    columns = ["library", "cpu_code_bytes", "gpu_code_bytes", "n_elements"]
+    names = {"n_functions_watched": "n_functions", "n_functions_used": "n_used"}
+    table = run["loaded"][["library", "file_bytes", *names]].rename(columns=names)
+    table = table.merge(run["libraries"][columns], on="library", how="left")
+    used = run["evidence"][["library", "region", "element"]].drop_duplicates()
+    elements = run["elements"][run["elements"]["member"].isna()].merge(used, on=["library", "region", "element"])
+    entered = run["used_functions"].groupby("library")["size_bytes"].sum()
+    by_library = stored(elements).groupby(elements["library"]).agg(["sum", "size"])
+    table["cpu_used_bytes"] = table["library"].map(entered)
+    table["gpu_used_bytes"] = table["library"].map(by_library["sum"])
+    table["n_elements_used"] = table["library"].map(by_library["size"])
+    numbers = [c for c in table.columns if c != "library"]
+    table[numbers] = table[numbers].fillna(0).astype("int64")
+    table = folded(table.sort_values(["file_bytes", "library"], ascending=[False, True]), top)
+    for part in ("cpu", "gpu"):
+        table[f"{part}_used_frac"] = table[f"{part}_used_bytes"] / table[f"{part}_code_bytes"].replace(0, np.nan)
+    order = ["cpu_code_bytes", "cpu_used_frac", "n_functions", "n_used", "gpu_code_bytes", "gpu_used_frac"]
+    return table[["library", "file_bytes", *order, "n_elements", "n_elements_used"]]
 
 
 def files(loaded: Tables) -> pd.DataFrame:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from gpubloat.cli.common import (
+    Command,
     Csv,
     Force,
     Jobs,
@@ -104,7 +107,9 @@ def trace(
     ] = None,
     functions: Annotated[bool, typer.Option(help="Record which CPU functions are entered.")] = True,
     pages: Annotated[bool, typer.Option(help="Record first touches of GPU code.")] = True,
-    cupti: Annotated[bool, typer.Option(help="Record look-ups of kernels; --no-cupti leaves CUPTI to a profiler.")] = True,
+    cupti: Annotated[
+        bool, typer.Option(help="Record look-ups of kernels; --no-cupti leaves CUPTI to a profiler.")
+    ] = True,
     jobs: Jobs = 1,
     csv: Csv = None,
     force: Force = False,
@@ -114,7 +119,7 @@ def trace(
 
     Ends with the exit status of the command.
     """
-    from gpubloat.analysis import debloat as analysis
+    from gpubloat.analysis import usage
     from gpubloat.libraries.trace import Sources
     from gpubloat.libraries.trace import trace as collect
 
@@ -136,7 +141,7 @@ def trace(
         )
     if csv is not None:
         run.to_csv(csv, force=force)
-    summary = analysis.usage(run)
+    summary = usage.overview(run)
     if as_json:
         print(json.dumps(records(summary.tail(1))[0] | _about(run)))
     else:
@@ -144,7 +149,7 @@ def trace(
         print_table(shown(summary), title="used in this run", to_stderr=True)
         for process in run["processes"].itertuples():
             if process.problem:
-                print(f"note: {process.program}: {printable(process.problem)}", file=sys.stderr)
+                print(f"note: {process.program}: {printable(str(process.problem))}", file=sys.stderr)
         for place in filter(None, (csv, out)):
             print(f"wrote {place}", file=sys.stderr)
     raise typer.Exit(_status(run.provenance["exit_status"]))
@@ -172,7 +177,7 @@ def debloat(
 ) -> None:
     """Write copies without what was unused in these runs, or without what no GPU of the targets can use.
 
-    The originals are not touched. RUN is what trace --out (or exec --out) wrote; PATH is a library, a folder or a wheel.
+    The originals are not touched. RUN is what trace --out or exec --out wrote; PATH is a library, a folder or a wheel.
     """
     from gpubloat.analysis import debloat as analysis
     from gpubloat.libraries import debloat as removal
@@ -202,7 +207,7 @@ def debloat(
             )  # fmt: skip
     if csv is not None:
         run.to_csv(csv, force=force)
-    summary = analysis.reduced(run["reduction"])
+    summary = analysis.overview(run["reduction"])
     if as_json:
         print(json.dumps(records(summary.tail(1))[0] | {"libraries": records(run["reduction"])}))
         return
@@ -226,9 +231,7 @@ def execute(
     """Run a command on the copies, without touching its environment. Ends with the exit status of the command."""
     from gpubloat.libraries.execute import execute as run_on_copies
 
-    status, run = run_on_copies(
-        folder, command or [], guard=guard, out=out, force=force, command_line=command_line()
-    )
+    status, run = run_on_copies(folder, command or [], guard=guard, out=out, force=force, command_line=command_line())
     about = run.provenance
     for problem in about["problems"]:
         print(f"note: {printable(problem)}", file=sys.stderr)

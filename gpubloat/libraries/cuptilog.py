@@ -61,12 +61,16 @@ class Lookup:
 
 @dataclass(slots=True)
 class Log:
-    """One process. `modules` counts loads by (crc32, size); `made` says during which load's calls they came."""
+    """One process.
+
+    `devices` are (target, name) by number, `modules` counts loads by (crc32, size), and `made` says during which load's
+    calls they came: (position in `loads`, crc32, size).
+    """
 
     pid: int
     state: str = ""
     reason: str = ""
-    gpus: list[tuple[str, str]] = field(default_factory=list)
+    devices: dict[int, tuple[str, str]] = field(default_factory=dict)
     loads: list[Image] = field(default_factory=list)
     lookups: list[Lookup] = field(default_factory=list)
     modules: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -74,6 +78,11 @@ class Log:
     n_callbacks: int = 0
     n_skipped: int = 0
     is_full: bool = False
+
+    @property
+    def gpus(self) -> list[tuple[str, str]]:
+        """(target, name) of each GPU that the process saw."""
+        return list(self.devices.values())
 
     @property
     def problem(self) -> str:
@@ -155,9 +164,8 @@ def _event(log: Log, program: _Program, fields: list[str]) -> bool:
         case ["cupti", state, reason] if state in STATES:
             if not log.state or STATES.index(state) >= STATES.index(log.state):
                 log.state, log.reason = state, reason
-        case ["gpu", target, name] if _TARGET.fullmatch(target):
-            if (target, name) not in log.gpus:
-                log.gpus.append((target, name))
+        case ["gpu", number, target, name] if _COUNT.fullmatch(number) and _TARGET.fullmatch(target):
+            log.devices[int(number)] = target, name
         case ["load", handle, api, path, vaddr, kind, crc, size] if (
             _HEX.fullmatch(handle) and _HEX.fullmatch(vaddr) and kind in KINDS and path and _is_content(crc, size)
         ):

@@ -2,13 +2,15 @@
 
 The rules, the strongest first:
 
-- *content*: the driver loaded a cubin that is, byte for byte, an element. Where several elements are equal, all count.
+- *content*: the driver loaded a cubin that is, byte for byte, an element. Of equal elements (a library can hold one
+  hundreds of times) those count that are used by the next rule, if they can account for all loads; else all.
 - *pointer*: the driver was given a region (the image pointer lies in a mapped library), and the element is the one that
   it takes there for the run's GPUs. Given is not used: the CUDA runtime registers all fatbins of a program when it
   starts. It counts if something was looked up in it, if the driver loaded a cubin during a call for it, or if it was
   given to one of the cuModuleLoad functions, which read it at once.
 - *kernel*, *variable*: a name was looked up, and this element has it. Where the load of the handle was seen, only the
-  elements of that region are asked; where not, all that the GPU could be given in the libraries that had any load.
+  elements of that region are asked; where not, all that the GPU could be given in the libraries that had any load, and
+  of those with the name, the ones whose content was loaded, if there are any.
 - *page*, *page_shared*: see `from_pages`.
 """
 
@@ -58,7 +60,11 @@ def states(logs: Iterable[Log]) -> dict[int, tuple[str, str]]:
 
 
 def tables(
-    logs: Sequence[Log], paths: Mapping[str, str], regions: pd.DataFrame, elements: pd.DataFrame
+    logs: Sequence[Log],
+    paths: Mapping[str, str],
+    regions: pd.DataFrame,
+    elements: pd.DataFrame,
+    targets: Sequence[str] | None = None,
 ) -> tuple[dict[str, pd.DataFrame], list[tuple[str, str]]]:
     """Tables evidence, used_kernels and modules of a run, and (library, detail) of what could not be read.
 
@@ -66,18 +72,15 @@ def tables(
     ----------
     logs : of `cuptilog.read_all`.
     paths : library -> absolute path, of every library that the run loaded.
-    regions, elements : scan tables of these libraries. The columns fit and is_loadable are not used: what the GPUs of
-        the logs could be given is worked out here, for all of them.
+    regions, elements : scan tables of these libraries; fit and is_loadable are worked out here, for all targets.
+    targets : GPUs of the run, by default those of the logs.
     """
-    scan = loading.loadable(paths, regions, elements, gpus(logs))
+    scan = loading.loadable(paths, regions, elements, gpus(logs) if targets is None else targets)
     loads = Counter[Content]()
     for log in logs:
         loads.update(log.modules)
     heap = {(i.crc32, i.size) for log in logs for i in log.loads if not i.path and i.size}
     found = _Found(scan, scan.holding(set(loads) | heap))
-    for content, n in loads.items():
-        for key in found.by_content.get(content, ()):
-            found.evidence[key, "content"] += n
     for log in logs:
         _process(found, log)
     _answer(found)
@@ -93,11 +96,18 @@ def _process(found: _Found, log: Log) -> None:
     used = {lookup.load for lookup in log.lookups if lookup.load is not None}
     used |= {load for load, _, _ in log.made}
     used |= {load for load, image in enumerate(log.loads) if image.is_loaded_at_once}
+    given: set[Key] = set()
     for load in used:
         place = places[load]
         source = "pointer" if log.loads[load].path else "content"
         for key in place.elements if place else ():
             found.evidence[key, source] += 1
+            given.add(key)
+    for content, n in log.modules.items():
+        equal = found.by_content.get(content, [])
+        likely = [key for key in equal if key in given]
+        for key in likely if n <= len(likely) * max(len(log.gpus), 1) else equal:
+            found.evidence[key, "content"] += n
     for lookup in log.lookups:
         _ask(found, lookup, None if lookup.load is None else places[lookup.load])
     found.jit |= _made_at_run_time(found, log, places)
@@ -134,9 +144,9 @@ def _ask(found: _Found, lookup: Lookup, place: Place | None) -> None:
 def _made_at_run_time(found: _Found, log: Log, places: Sequence[Place | None]) -> set[Content]:
     """The modules of one process that are no element because they were compiled or linked while it ran.
 
-    Certain for cubins that were loaded from the heap, and for what the driver loaded during a call for an image that
-    is on the heap or for which it takes PTX or LTO-IR. A module that no call accounts for (lazy loading: a launch loads
-    it) is counted here, too, if the process has looked something up in such an image.
+    Certain for cubins from the heap, and for what the driver loaded during a call for an image that is on the heap or
+    of which it takes PTX or LTO-IR. A module that no call accounts for (lazy loading: a launch loads it) is counted
+    here, too, if the process has looked something up in such an image.
     """
     loads = list(zip(log.loads, places, strict=True))
     is_made = [place is JIT or (place is not None and _is_compiled(found.scan, image, place)) for image, place in loads]
@@ -151,9 +161,7 @@ def _is_compiled(scan: Loadable, image: Image, place: Place) -> bool:
     """Whether the driver must compile or link what a library gives it: PTX, as text or in a region."""
     if place.region is None:
         return image.kind in ("ptx", "mapped")
-    rows = scan.of_region(place.library, place.region)
-    rows = rows[rows["element"].isin([key[2] for key in place.elements])]
-    return bool(len(rows)) and not rows["kind"].isin(["cubin", "concat", "unknown"]).any()
+    return (place.library, place.region) in scan.compiled
 
 
 def _answer(found: _Found) -> None:
@@ -182,7 +190,9 @@ def _answer(found: _Found) -> None:
             having = [key for key in having if key in taken] or having
             _record(found, what, name, having, "handle", place)
     for what, name in sorted(unknown):
-        _record(found, what, name, owners[what, name], "name", None)
+        having = owners[what, name]
+        having = [key for key in having if found.evidence[key, "content"]] or having
+        _record(found, what, name, having, "name", None)
 
 
 def _record(
@@ -254,10 +264,9 @@ def from_pages(
 
     To choose an element the driver walks the headers of a region, so a page with a header in it is touched without the
     payload beside it being read; and who reads a payload reads all of its pages. Hence: a payload with pages of its
-    own (nothing else in them) is used if one of these was touched (*page*), and is not used otherwise, whatever
-    happened to the pages at its ends. A payload without a page of its own counts as used if every guarded page that
-    holds a part of it was touched, one at least (*page_shared*); the header alone can be the cause, which is why it is
-    the weakest evidence, and why it is not given to elements that the GPU could not be given.
+    own (nothing else in them) is used if one of these was touched (*page*), and not otherwise. One without counts as
+    used if every guarded page that holds a part of it was touched (*page_shared*); the header alone can be the cause:
+    it is the weakest evidence, and not given to elements that the GPU could not be given.
     """
     rows = []
     outer = elements[elements["member"].isna() & (elements["payload_bytes"] > 0)]

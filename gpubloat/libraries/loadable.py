@@ -47,6 +47,7 @@ class Loadable:
     regions: pd.DataFrame
     elements: pd.DataFrame
     chosen: dict[tuple[str, int], tuple[Key, ...]]
+    compiled: set[tuple[str, int]]  # regions of which the driver takes PTX or LTO-IR
     problems: list[tuple[str, str]] = field(default_factory=list)
     _files: dict[str, tuple[Reader, Elf] | None] = field(default_factory=dict)
     _by_path: dict[str, str] = field(default_factory=dict)
@@ -202,7 +203,9 @@ def loadable(
     chosen: dict[tuple[str, int], list[Key]] = defaultdict(list)
     for library, region, element in outer[["library", "region", "element"]].itertuples(index=False, name=None):
         chosen[library, region].append((library, region, element))
-    return Loadable(paths, regions, elements, {place: tuple(keys) for place, keys in chosen.items()})
+    is_machine_code = outer["kind"].isin(["cubin", "concat", "unknown"])
+    compiled = set(chosen) - set(outer[is_machine_code][["library", "region"]].itertuples(index=False, name=None))
+    return Loadable(paths, regions, elements, {place: tuple(keys) for place, keys in chosen.items()}, compiled)
 
 
 def _is_chosen(fitted: pd.DataFrame) -> Any:

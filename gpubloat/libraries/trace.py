@@ -209,7 +209,8 @@ def page_offsets(watched: Watched) -> tuple[Array, Array]:
 
     def offsets(addresses: npt.NDArray[np.uint64]) -> Array:
         row = order[np.searchsorted(begins[order], addresses.astype(np.int64) + PAGE - 1, "right") - 1]
-        return addresses.astype(np.int64) - begins[row] + shifts[row]
+        found: Array = addresses.astype(np.int64) - begins[row] + shifts[row]
+        return found
 
     runs = [run["vaddr"] + PAGE * np.arange(int(run["n_pages"]), dtype=np.uint64) for run in watched.runs]
     return offsets(watched.touched_addresses()), offsets(np.concatenate(runs))

@@ -13,6 +13,7 @@ from gpubloat.libraries.cost import Cost
 
 VARIANTS = ("original", "debloated")
 VERDICTS = ("crashed", "differs", "not_deterministic", "equal")  # the worst first
+_FOLDERS = re.compile(r"(?<![\w.])/(?:[^\s/:]+/)+")
 _NUMBER = re.compile(rb"(?<![\w.])[-+]?(?:(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|nan|inf)(?!\.?\w)", re.IGNORECASE)
 
 
@@ -106,6 +107,21 @@ def numbers(runs: Sequence[Measured]) -> dict[str, Any]:
         spread, apart = max(ones) - min(ones), abs(statistics.median(others) - statistics.median(ones))
         within = apart <= spread or set(original) == set(debloated)  # nan is equal to itself here
     return {"original": original, "debloated": debloated, "within_spread": within}
+
+
+def complaint(runs: Sequence[Measured]) -> str:
+    """What the first copy that ended unlike all originals said last on stderr; empty if none did, or silently.
+
+    Of paths only the file name is kept: it goes into run.json, which names no folder of a machine.
+    """
+    statuses = {r.cost.exit_status for r in runs if r.variant == "original"}
+    odd = [r for r in runs if r.cost.exit_status not in statuses]
+    return _FOLDERS.sub("", last_line(odd[0].cost.stderr_tail)) if odd else ""
+
+
+def last_line(printed: bytes) -> str:
+    lines = printed.decode("utf-8", "replace").split("\n")
+    return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
 
 def last_number(printed: bytes) -> str | None:

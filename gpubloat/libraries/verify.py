@@ -16,7 +16,7 @@ from gpubloat.errors import GpubloatError
 from gpubloat.libraries import cost, execute, manifest, record, sampling
 from gpubloat.libraries.cost import Cost
 from gpubloat.libraries.execute import GUARDS
-from gpubloat.libraries.verdicts import VARIANTS, VERDICTS, Measured, numbers, repeats, verdict
+from gpubloat.libraries.verdicts import VARIANTS, VERDICTS, Measured, complaint, last_line, numbers, repeats, verdict
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 Copies = Callable[[], AbstractContextManager[Mapping[str, str]]]
@@ -65,9 +65,10 @@ def verify(
     -------
     Run with repeats and verdicts. run.json also has `verdict`, the worst of all loading modes; `numbers`, per mode the
     last number that each run printed and `within_spread`, for commands whose output differs from run to run;
-    `n_timeouts`; and, unless `copies` was given, `n_swapped`, the libraries that ran from their copies, `n_misses`, the
-    places of removed code that the guard met, and `problems`. A run of the copies may take a minute plus ten times the
-    slowest original; then it is ended.
+    `complaints`, per mode the last line on stderr of a copy that ended otherwise, folders left out; `n_timeouts`; and,
+    unless `copies` was given, `n_swapped`, the libraries that ran from their copies, `n_misses`, the places of removed
+    code that the guard met, and `problems`. A run of the copies may take a minute plus ten times the slowest original;
+    then it is ended.
 
     Raises
     ------
@@ -101,6 +102,7 @@ def verify(
             "guard": guard,
             "verdict": min((str(v["verdict"]) for v in verdicts), key=VERDICTS.index),
             "n_timeouts": sum(r.cost.is_ended for r in runs),
+            "complaints": {loading: complaint(mine) for loading, mine in by_loading.items()},
             "ignore": list(ignore),
             "compare": [Path(file).name for file in compare],
             "CUDA_MODULE_LOADING": os.environ.get("CUDA_MODULE_LOADING", ""),
@@ -196,8 +198,8 @@ def _worth_comparing(found: Cost, compare: Sequence[str | os.PathLike[str]]) -> 
         how = f"exit status {found.exit_status}"
         if found.exit_status < 0:
             how = f"signal {-found.exit_status}"
-        lines = found.stderr_tail.decode("utf-8", "replace").strip().splitlines()
-        said = f": {lines[-1].strip()}" if lines else ""
+        said = last_line(found.stderr_tail)
+        said = f": {said}" if said else ""
         raise GpubloatError(f"the command fails on the originals ({how}){said}", "give a command that succeeds")
     for file, digest in zip(compare, found.files_sha256):
         if digest == cost.MISSING:

@@ -13,7 +13,10 @@ from pathlib import Path
 from gpubloat.errors import GpubloatError, MissingToolError
 
 FOLDER = Path(__file__).parent
-_FLAGS = ("-O2", "-g", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-Wall", "-Wextra", "-fPIC", "-shared", "-fvisibility=hidden")
+_FLAGS = (
+    "-O2", "-g", "-U_FORTIFY_SOURCE", "-D_FORTIFY_SOURCE=2", "-Wall", "-Wextra", "-fPIC", "-shared",
+    "-fvisibility=hidden",
+)  # fmt: skip
 
 
 def cache() -> Path:

@@ -43,9 +43,10 @@ static void say_gpus(void)
         snprintf(target, sizeof target, "sm_%d%d", major, minor);
         struct line line;
         line_begin(&line, "gpu");
+        line_number(&line, DECIMAL, (uint64_t)n);
         line_text(&line, target);
         line_text(&line, name);
-        line_end(&line, digest_text(digest_text('g', target), name));
+        line_end(&line, digest_number('g', (uint64_t)n));
     }
 }
 

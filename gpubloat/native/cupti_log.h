@@ -14,7 +14,9 @@
 #include <unistd.h>
 
 #define MAX_NAME (1 << 16)    /* bytes of a name; the longest mangled kernel names have some ten thousand */
+#ifndef MAX_EVENTS
 #define MAX_EVENTS (1u << 20) /* distinct events of a process, 32 MiB of table; later ones are not recorded */
+#endif
 
 /* ---- one line ---- */
 

@@ -24,7 +24,7 @@ from tests.build.fatbin import element, region
 from tests.libraries.common import library, tables
 
 DATA = Path(__file__).parents[2] / "data" / "measured"
-START = ["start\t1", "cupti\trecorded\t", "gpu\tsm_90\tA GPU"]
+START = ["start\t1", "cupti\trecorded\t", "gpu\t0\tsm_90\tA GPU"]
 OLD = elf.cubin([("alpha", 64)], number=80)
 ALPHA = elf.cubin([("alpha", 64), ("beta", 128)], variables=[("table", 64)])
 ALPHA_A = elf.cubin([("alpha", 96), ("beta", 128)], arch=True)
@@ -138,7 +138,7 @@ def test_a_killed_process_leaves_half_a_line(tmp_path: Path) -> None:
         "", "kernel", "kernel\t10", "kernel\t0x10\tk", "kernel\t10\t", "kernel\t-1\tk", "kernel\t10\tk\tmore",
         "load\t10\tapi\tpath\t0\tother\t00000000\t0", "load\t10\tapi\tpath\t0\tfatbin\t0\t0",
         "module\t0000000g\t1\t1", "module\t00000000\t1\t0", "module\t00000000\t1\t99999999999999", "cupti\tfine\t",
-        "gpu\tsm_9\tx", "gpu\tcompute_90\tx", "unheard of", "made\t10\t00000000\t-1", "callbacks\t\u0663",
+        "gpu\t0\tsm_9\tx", "gpu\t0\tcompute_90\tx", "unheard of", "made\t10\t00000000\t-1", "callbacks\t\u0663",
     ],
 )  # fmt: skip
 def test_a_line_that_is_no_event_is_counted(line: str, tmp_path: Path) -> None:
@@ -239,17 +239,36 @@ def test_a_bare_cubin_that_the_library_unpacks_itself(tmp_path: Path) -> None:
     assert rows(found["used_kernels"]) == [("lib.so", 0, 0, "gamma", "handle", 1)]
 
 
-def test_equal_elements_all_count(tmp_path: Path) -> None:
-    scan = Scanned(tmp_path)
-    scan.add("lib.so", library(region([element(GAMMA)]) + region([element(GAMMA, how="zstd")])))
+def equal(folder: Path) -> Scanned:
+    """Three regions with the same code in each."""
+    scan = Scanned(folder)
+    scan.add("lib.so", library(b"".join(region([element(GAMMA, how=how)]) for how in ("", "zstd", "lz4"))))
+    return scan
+
+
+def test_of_equal_elements_those_that_were_used(tmp_path: Path) -> None:
+    scan = equal(tmp_path)
     found = scan.tables([*START, module(GAMMA), scan.load(16, 1), "kernel\t10\tgamma"])
-    assert [(row[1], row[2]) for row in sources(found)] == [
-        (0, "content"),
-        (0, "content"),
-        (0, "pointer"),
-        (0, "kernel"),
-    ]
-    assert found["modules"]["region"].tolist() == [1]  # the one of which a kernel was looked up
+    assert sources(found) == [(1, 0, "content", 1), (1, 0, "pointer", 1), (1, 0, "kernel", 1)]
+    assert found["modules"]["region"].tolist() == [1]
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_equal_elements_all_count_where_loads_are_not_accounted_for(n: int, tmp_path: Path) -> None:
+    scan = equal(tmp_path)
+    used = [scan.load(16, 1), "kernel\t10\tgamma"] if n == 2 else []
+    found = scan.tables([*START, module(GAMMA, n), *used])["evidence"]
+    assert found.loc[found["source"] == "content", "region"].tolist() == [0, 1, 2]
+    # On two GPUs the same code is loaded twice.
+    found = scan.tables([*START, "gpu\t1\tsm_90\tA GPU", module(GAMMA, n), *used])["evidence"]
+    assert found.loc[found["source"] == "content", "region"].tolist() == ([1] if used else [0, 1, 2])
+
+
+def test_a_name_alone_and_the_content_that_has_it(tmp_path: Path) -> None:
+    scan = equal(tmp_path)
+    scan.add("other.so", library(region([element(GAMMA + bytes(8))])))
+    found = scan.tables([*START, module(GAMMA + bytes(8)), "kernel\t99\tgamma"])
+    assert rows(found["used_kernels"]) == [("other.so", 0, 0, "gamma", "name", 1)]
 
 
 def test_a_module_that_is_no_element(scan: Scanned) -> None:
@@ -375,7 +394,7 @@ def test_a_path_through_a_link(scan: Scanned) -> None:
 
 
 def test_gpus_of_two_kinds(scan: Scanned) -> None:
-    found = scan.tables([*START, "gpu\tsm_80\tAnother", scan.load(16, 0), "kernel\t10\talpha"])
+    found = scan.tables([*START, "gpu\t1\tsm_80\tAnother", scan.load(16, 0), "kernel\t10\talpha"])
     assert [row[:3] for row in sources(found)] == [
         (0, 0, "pointer"),
         (0, 0, "kernel"),
@@ -391,6 +410,12 @@ def test_a_library_that_has_changed(scan: Scanned) -> None:
     )
     assert len(found["evidence"]) == 0
     assert problems == [("lib.so", "ELF header of 64 bytes does not fit into the file of 14 bytes")]
+
+
+def test_a_target_that_was_said(scan: Scanned) -> None:
+    lines = ["cupti\trecorded\t", scan.load(16, 0), "kernel\t10\talpha"]
+    found, _ = evidence.tables([log(scan.folder, *lines)], scan.paths, scan.regions, scan.elements, ["sm_80"])
+    assert [row[:2] for row in sources(found)] == [(0, 0), (0, 0)]
 
 
 def test_a_run_without_cuda(scan: Scanned) -> None:

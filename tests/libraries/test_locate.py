@@ -363,8 +363,8 @@ def test_what_is_no_traced_run_is_refused(tmp_path: Path, sample_wheel: Path) ->
         union.load([])
     path = tmp_path / "a.so"
     path.write_bytes(library(b""))
-    with pytest.raises(GpubloatError, match="targets"):
-        union.load([traced.run(None, {"a.so": path}, targets="sm_90")])  # type: ignore[arg-type]
+    with pytest.raises(GpubloatError, match="no compute capability"):
+        union.load([traced.run(None, {"a.so": path}, targets=["sm_90a"])])
     with pytest.raises(GpubloatError, match="targets"):
         union.load([traced.run(None, {"a.so": path}, targets=[90])])  # type: ignore[list-item]
 

@@ -160,6 +160,15 @@ def test_the_worst_verdict_counts(folder: Path) -> None:
     assert run.provenance["verdict"] == "crashed"
 
 
+def test_a_crash_is_not_silent(folder: Path) -> None:
+    run = check(
+        folder,
+        "test $COPIES || exit 0; echo /a/lib-1/b.so: removed code >&2; echo >&2; kill -TRAP $$",
+        loadings=["lazy"],
+    )
+    assert run.provenance["complaints"] == {"lazy": "b.so: removed code"}
+
+
 def test_a_copy_that_hangs_is_ended(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "LIMIT_S", 0.3)
     monkeypatch.setattr(module, "LIMIT_TIMES", 1)
@@ -173,15 +182,16 @@ def test_what_run_json_says(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     run = check(folder, "echo 1 >file", out=out, compare=["file"], ignore=["x"], guard="report", command_line="said")
     assert Run.load(out).provenance == run.provenance
-    record = run.provenance
-    assert record["command"] == "said"
-    assert record["inputs"] == [{"name": "pkg/liba.so", "bytes": 5, "sha256": "0" * 64}]
-    assert (record["guard"], record["ignore"], record["compare"]) == ("report", ["x"], ["file"])
-    assert record["n_timeouts"] == 0
+    said = run.provenance
+    assert said["command"] == "said"
+    assert said["inputs"] == [{"name": "pkg/liba.so", "bytes": 5, "sha256": "0" * 64}]
+    assert (said["guard"], said["ignore"], said["compare"]) == ("report", ["x"], ["file"])
+    assert said["n_timeouts"] == 0
     assert not re.search(re.escape(os.fspath(tmp_path)), (out / "run.json").read_text())
     with pytest.raises(GpubloatError, match="not empty"):
         check(folder, "echo ran >ran", out=out)
     assert not Path("ran").exists()  # refused before anything ran
+    assert said["complaints"] == {"default": ""}
     check(folder, ":", out=out, force=True)
 
 

@@ -90,8 +90,10 @@ def tools(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def run(tools: tuple[Path, Path], tmp_path: Path) -> Program:
     """Run statements in a process that has loaded the fakes and the injection library; give back its log."""
 
-    def program(code: str, *, folder: Path | None = None, signalled: int = 0, **env: str) -> Log:
-        argv = [sys.executable, "-c", PROGRAM + code, str(folder or tools[0]), str(tools[1])]
+    def program(
+        code: str, *, folder: Path | None = None, injection: Path | None = None, signalled: int = 0, **env: str
+    ) -> Log:
+        argv = [sys.executable, "-c", PROGRAM + code, str(folder or tools[0]), str(injection or tools[1])]
         kept = {k: v for k, v in os.environ.items() if not k.startswith("GPUBLOAT_")}
         done = subprocess.run(
             argv, env=kept | {"GPUBLOAT_DIR": str(tmp_path)} | env, capture_output=True, text=True, timeout=60
@@ -193,6 +195,13 @@ def test_events_are_written_once_and_loads_counted(run: Program, tmp_path: Path)
     assert text.count("\n") < 80
 
 
+def test_memory_is_bounded(run: Program) -> None:
+    small = build.library("cupti", ["cupti.c"], [*headers.flags(), "-DMAX_EVENTS=1024"])
+    log = run("for n in range(3000): kernel(16, b'k%d' % n)", injection=small)
+    assert 900 < len(log.lookups) <= 1024
+    assert log.problem == "more distinct events than are recorded"
+
+
 def test_a_handle_that_comes_again_is_another(run: Program) -> None:
     log = run(
         "call('fake_library', 16, wrapper, None, 0); kernel(16, b'used')\n"
@@ -291,6 +300,12 @@ def test_another_subscriber_was_there_before(run: Program) -> None:
 def test_cupti_that_does_not_work(run: Program) -> None:
     log = run("kernel(16, b'k')", FAKE_CUPTI_ERROR="999")
     assert (log.state, log.reason) == ("missing", "cuptiSubscribe: something else")
+
+
+def test_a_cupti_that_lacks_what_is_needed(run: Program, without_cupti: Path) -> None:
+    shared(without_cupti, "libcupti.so.13", "int nothing;")
+    log = run("", folder=without_cupti)
+    assert (log.state, log.reason) == ("missing", "libcupti lacks the callback interface")
 
 
 @pytest.fixture

@@ -1,12 +1,14 @@
 /* What can be observed in a library: the starts of its functions, and the pages of its GPU code.
 
-   Function starts are those of .eh_frame_hdr (LSB, "Exception Frames": a table sorted by address), inside executable
-   segments, without the .plt* sections, which are entered in the middle. Described once per library and kept in the
-   record folder as a .lib file, which all processes share. */
+   Function starts are those of .eh_frame_hdr (LSB, "Exception Frames": a table sorted by address), and function symbols
+   with a size (hand-written assembly often has nothing else), inside executable segments, without the .plt* sections,
+   which are entered in the middle. Described once per library and kept in the record folder as a .lib file, which all
+   processes share. */
 #include "audit.h"
 
 #include <fcntl.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
@@ -91,16 +93,64 @@ static const int32_t *search_table(const struct module *m, uint64_t *address, ui
     return NULL;
 }
 
-static bool is_site(const struct module *m, const struct span *stubs, int n_stubs, const int32_t *table, uint64_t i,
-                    uint64_t vaddr)
+static bool is_site(const struct module *m, const struct span *stubs, int n_stubs, uint64_t vaddr)
 {
-    if (i && table[2 * i] <= table[2 * (i - 1)])
-        return false; /* the table is searched, so it has to be sorted */
     for (int i = 0; i < n_stubs; i++)
         if (vaddr >= stubs[i].begin && vaddr < stubs[i].end)
             return false;
     const struct segment *s = segment_of(m, vaddr);
     return s && s->prot & PROT_EXEC;
+}
+
+/* The symbols of one section; none if it is no symbol table. */
+static const Elf64_Sym *symbols(const struct module *m, int section, uint64_t *count)
+{
+    const Elf64_Ehdr *head = (const void *)m->file;
+    const Elf64_Shdr *s = (const Elf64_Shdr *)(m->file + head->e_shoff) + section;
+    *count = 0;
+    if ((s->sh_type != SHT_SYMTAB && s->sh_type != SHT_DYNSYM) || s->sh_offset > m->file_size ||
+        s->sh_size > m->file_size - s->sh_offset)
+        return NULL;
+    *count = s->sh_size / sizeof(Elf64_Sym);
+    return (const void *)(m->file + s->sh_offset);
+}
+
+static int by_address(const void *a, const void *b)
+{
+    uint64_t x = *(const uint64_t *)a, y = *(const uint64_t *)b;
+    return (x > y) - (x < y);
+}
+
+/* Sorted addresses of all sites, each once, in `room` bytes of memory; NULL if there is none for it. */
+static uint64_t *find_sites(const struct module *m, const struct span *stubs, int n_stubs, const int32_t *table,
+                            uint64_t address, uint64_t count, uint64_t *n_sites, uint64_t *room)
+{
+    const int n_sections = ((const Elf64_Ehdr *)m->file)->e_shnum;
+    uint64_t n_symbols, n = 0, kept = 0, most = count + 1;
+    for (int k = 0; k < n_sections; k++) {
+        symbols(m, k, &n_symbols);
+        most += n_symbols;
+    }
+    *room = most * sizeof(uint64_t);
+    uint64_t *sites = mmap(NULL, *room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (sites == MAP_FAILED)
+        return NULL;
+    for (uint64_t i = 0; i < count; i++)
+        if (is_site(m, stubs, n_stubs, address + table[2 * i]))
+            sites[n++] = address + table[2 * i];
+    for (int k = 0; k < n_sections; k++) {
+        const Elf64_Sym *symbol = symbols(m, k, &n_symbols);
+        for (uint64_t i = 0; i < n_symbols; i++, symbol++)
+            if (ELF64_ST_TYPE(symbol->st_info) == STT_FUNC && symbol->st_size && symbol->st_shndx != SHN_UNDEF &&
+                is_site(m, stubs, n_stubs, symbol->st_value))
+                sites[n++] = symbol->st_value;
+    }
+    qsort(sites, n, sizeof *sites, by_address);
+    for (uint64_t i = 0; i < n; i++)
+        if (!kept || sites[i] != sites[kept - 1])
+            sites[kept++] = sites[i];
+    *n_sites = kept;
+    return sites;
 }
 
 static bool write_lib(const struct module *m, const char *name)
@@ -122,31 +172,33 @@ static bool write_lib(const struct module *m, const char *name)
     }
     if (!options.trace_pages)
         n_runs = 0;
-    if (!options.trace_functions)
-        count = 0;
     for (int i = 0; i < n_runs; i++) {
         runs[i].first = n_pages;
         n_pages += runs[i].n_pages;
     }
-    for (uint64_t i = 0; i < count; i++)
-        n_sites += is_site(m, stubs, n_stubs, table, i, address + table[2 * i]);
+    uint64_t *found = NULL, room = 0;
+    if (!*problem && options.trace_functions &&
+        !(found = find_sites(m, stubs, n_stubs, table, address, count, &n_sites, &room)))
+        problem = "no memory for its function starts";
 
     char temporary[128], from[2200], to[2200];
     uint64_t path_size = (strlen(m->path) + 8) & -8ul;
     uint64_t size = sizeof(struct lib_head) + path_size + 8 * n_sites + n_runs * sizeof(struct run);
     snprintf(temporary, sizeof temporary, "%s-%s.new", tag(), name);
     uint8_t *data = map_new(temporary, size);
-    if (!data)
+    if (!data) {
+        if (found)
+            munmap(found, room);
         return false;
+    }
     struct lib_head *out = (void *)data;
     *out = (struct lib_head){"GBLLIB1", m->file_size, n_sites, n_runs, n_pages, path_size, ""};
     snprintf(out->problem, sizeof out->problem, "%s", problem);
     strcpy((char *)data + sizeof *out, m->path);
-    uint64_t *sites = (void *)(data + sizeof *out + path_size), n = 0;
-    for (uint64_t i = 0; i < count && n < n_sites; i++) {
-        uint64_t vaddr = address + table[2 * i];
-        if (is_site(m, stubs, n_stubs, table, i, vaddr))
-            sites[n++] = vaddr;
+    uint64_t *sites = (void *)(data + sizeof *out + path_size);
+    if (found) {
+        memcpy(sites, found, n_sites * sizeof *sites);
+        munmap(found, room);
     }
     if (n_runs)
         memcpy(sites + n_sites, runs, n_runs * sizeof(struct run));
