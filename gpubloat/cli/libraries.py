@@ -29,6 +29,10 @@ from gpubloat.run import Run, refuse_overwrite
 app = typer.Typer(
     no_args_is_help=True, help="Code in shared libraries: what is there, what a run uses, and taking the rest away."
 )
+Guard = Annotated[
+    str,
+    typer.Option(metavar="restore|restore-cpu|report|off", help="What to do when removed code is met."),
+]
 # Where nothing was found: what could be looked at instead.
 _NOTHING = (
     "give a library, a wheel or a folder with .so files; the CUDA libraries of torch are in packages named nvidia-*"
@@ -105,6 +109,7 @@ def trace(
     target: Annotated[
         str | None, typer.Option(metavar="GPU", help="The GPU, where the run does not tell, for example sm_90.")
     ] = None,
+    repeat: Annotated[int, typer.Option(min=1, help="Run it so often: what any of the runs used counts.")] = 1,
     functions: Annotated[bool, typer.Option(help="Record which CPU functions are entered.")] = True,
     pages: Annotated[bool, typer.Option(help="Record first touches of GPU code.")] = True,
     cupti: Annotated[
@@ -134,6 +139,7 @@ def trace(
             force=force,
             workload=workload,
             target=target,
+            repeat=repeat,
             sources=Sources(functions, pages, cupti),
             executor=pool,
             progress=True,
@@ -220,9 +226,7 @@ def debloat(
 def execute(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="What debloat wrote.")],
     command: Command = None,
-    guard: Annotated[
-        str, typer.Option(metavar="off|report|restore", help="What to do when removed code is met.")
-    ] = "off",
+    guard: Guard = "restore",
     out: Annotated[
         Path | None, typer.Option("--out", metavar="RUN", help="Keep the misses here; debloat takes them as a run.")
     ] = None,
@@ -261,7 +265,7 @@ def verify(
     loading: Annotated[
         str, typer.Option(metavar="MODE,...", help="default, lazy, eager: CUDA_MODULE_LOADING of the runs.")
     ] = "default",
-    guard: Annotated[str, typer.Option(metavar="off|report|restore", help="Guard of the runs on copies.")] = "off",
+    guard: Guard = "restore",
     csv: Csv = None,
     out: Out = None,
     force: Force = False,

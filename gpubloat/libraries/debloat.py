@@ -144,7 +144,8 @@ def finish(
             n_removed += len(result.removed)
             writer.append("libraries", result.library)
             writer.append("removed", result.removed)
-            writer.append("problems", result.problems)
+            if result.problems is not None:
+                writer.append("problems", result.problems)
         rows = pd.DataFrame([result.reduction for result in done])
         if len(rows):
             rows = rows.astype({"zstd_bytes": "Int64", "zstd_bytes_after": "Int64"})

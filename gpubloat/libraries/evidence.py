@@ -70,8 +70,7 @@ def tables(
 
     Parameters
     ----------
-    logs : of `cuptilog.read_all`.
-    paths : library -> absolute path, of every library that the run loaded.
+    logs : of `cuptilog.read_all`; paths : library -> absolute path, of every library that the run loaded.
     regions, elements : scan tables of these libraries; fit and is_loadable are worked out here, for all targets.
     targets : GPUs of the run, by default those of the logs.
     """
@@ -221,8 +220,7 @@ def _evidence(counts: Mapping[tuple[Key, str], int]) -> pd.DataFrame:
 
 
 def _kernels(found: _Found) -> pd.DataFrame:
-    order = sorted(found.kernels.items(), key=lambda item: [str(part) for part in item[0]])
-    rows = [(*key, n) for key, n in order]
+    rows = [(*key, n) for key, n in sorted(found.kernels.items(), key=lambda item: [*map(str, item[0])])]
     return UsedKernels.check(_frame(UsedKernels, rows), "used_kernels")
 
 
@@ -240,10 +238,9 @@ def _modules(found: _Found, loads: Mapping[Content, int]) -> pd.DataFrame:
 
 
 def _frame(table: Any, rows: Sequence[tuple[Any, ...]]) -> pd.DataFrame:
-    if not rows:
-        none: pd.DataFrame = table.none()
-        return none
-    frame = pd.DataFrame(rows, columns=list(table.to_schema().columns))
+    frame: pd.DataFrame = table.none()
+    if rows:
+        frame = pd.DataFrame(rows, columns=list(frame.columns))
     for column in {"region", "element"} & set(frame.columns):
         frame[column] = frame[column].astype("Int64")
     return frame

@@ -3,7 +3,8 @@
 The audit library maps the bytes of a copy over the original when the loader opens it, so paths stay what they were
 (`native/audit/swap.c`). The guard: a removed function traps at its first byte, and a removed element is on pages that
 nobody may read. `report` says what was met, and stops before the function runs; `restore` brings the original bytes
-back and goes on. What was met becomes a Run that `debloat` takes as one more.
+back and goes on; `restore-cpu` does so for functions only, since a driver that loads eagerly reads all elements, used or
+not, and would have all of them back. What was met becomes a Run that `debloat` takes as one more.
 """
 
 from __future__ import annotations
@@ -19,19 +20,20 @@ import pandas as pd
 
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import attach, evidence, functions, manifest, record
-from gpubloat.libraries.elf import Array, Elf
+from gpubloat.libraries.elf import PF_W, PT_LOAD, Array, Elf
 from gpubloat.libraries.inputs import Input, opened
-from gpubloat.libraries.locate import GPU, RANGE
+from gpubloat.libraries.locate import RANGE
 from gpubloat.libraries.manifest import Entry, Manifest
 from gpubloat.libraries.record import PAGE, Miss, Record
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 from gpubloat.tables.usage import Misses
 
-GUARDS = ("off", "report", "restore")
+GUARDS = ("off", "report", "restore", "restore-cpu")
 METHOD = {
     "functions": "each call of a removed function, at its first byte",
     "elements": "first touch of a page that holds nothing but one element's payload; all pages of smaller ones",
 }
+CHANGED = 3  # kind of a range that the guard leaves alone
 _CHUNK = 64 << 20
 
 
@@ -39,7 +41,7 @@ def execute(
     folder: str | os.PathLike[str],
     command: Sequence[str],
     *,
-    guard: str = "off",
+    guard: str = "restore",
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
     command_line: str = "gpubloat.libraries.execute",
@@ -49,7 +51,7 @@ def execute(
     Parameters
     ----------
     folder : what `debloat` wrote. command : program and arguments.
-    guard : off: nothing is watched, a removed function ends the program with SIGTRAP; report, restore: see above.
+    guard : restore, restore-cpu, report: see above; off: nothing is watched, a removed function is a SIGTRAP.
     out, force : keep the run of misses in this folder; replace what is there.
 
     Returns
@@ -85,7 +87,7 @@ def execute(
 
 @contextmanager
 def environment(
-    folder: str | os.PathLike[str], guard: str = "off", logs: str | None = None
+    folder: str | os.PathLike[str], guard: str = "restore", logs: str | None = None
 ) -> Iterator[dict[str, str]]:
     """Variables that put a command onto the copies of `folder`; records go to the folder `logs`.
 
@@ -97,7 +99,7 @@ def environment(
     if not about.libraries:
         raise GpubloatError(f"{folder} has no copies to run on", "install a repacked wheel with pip")
     with tempfile.TemporaryDirectory(prefix="gpubloat-plan-") as made:
-        lines = [_line(place, entry, guard, Path(made) / f"{n}.npy") for n, entry in enumerate(about.libraries)]
+        lines = [_line(place, entry, Path(made) / f"{n}.npy") for n, entry in enumerate(about.libraries)]
         plan = Path(made) / "plan"
         plan.write_text("".join(lines), encoding="utf-8", errors="surrogateescape")
         variables = {"GPUBLOAT_PLAN": str(plan), "GPUBLOAT_GUARD": guard}
@@ -106,7 +108,7 @@ def environment(
         yield {name: env[name] for name in ("LD_AUDIT", *variables)}
 
 
-def _line(place: Path, entry: Entry, guard: str, changed: Path) -> str:
+def _line(place: Path, entry: Entry, changed: Path) -> str:
     """One line of the plan that the audit library reads."""
     try:
         size = os.stat(entry.path).st_size
@@ -120,34 +122,34 @@ def _line(place: Path, entry: Entry, guard: str, changed: Path) -> str:
     if any(character in f"{entry.path}{copy}" for character in "\t\n"):
         raise GpubloatError(f"{entry.library} has a tab or a newline in its path", "rename its folder")
     ranges = place / entry.ranges
-    if entry.layout == "moved":
-        if guard != "off":
-            raise GpubloatError(
-                f"{entry.library} was pruned with its elements moved: there is nothing to restore", "use --guard off"
-            )
-        np.save(changed, _changed(Path(entry.path), copy))
+    if entry.layout == "moved":  # kept elements lie elsewhere, so nothing can be brought back: no guard
+        np.save(changed, _changed(entry.path, copy))
         ranges = changed
     else:
         manifest.ranges(place, entry)
     return f"{os.path.realpath(entry.path)}\t{copy}\t{ranges}\t{size}\n"
 
 
-def _changed(original: Path, copy: Path) -> Array:
-    """The pages in which two files of one size differ, as ranges (dtype of `manifest.ranges`)."""
-    pages = []
+def _changed(original: str, copy: Path) -> Array:
+    """The pages of writable segments in which two files of one size differ, as ranges (dtype of `manifest.ranges`).
+
+    The others are mapped whole. Moved elements differ in more than what was removed.
+    """
+    with opened(Input(original, "", original)) as reader:
+        segments = Elf(reader).segments
+        writable = segments[(segments["p_type"] == PT_LOAD) & (segments["p_flags"] & PF_W != 0)]
     before, after = np.memmap(original, np.uint8, "r"), np.memmap(copy, np.uint8, "r")
-    for at in range(0, len(before), _CHUNK):
-        differs = before[at : at + _CHUNK] != after[at : at + _CHUNK]
-        pages.append(at // PAGE + np.flatnonzero(np.logical_or.reduceat(differs, np.arange(0, len(differs), PAGE))))
-    found = np.concatenate(pages) if pages else np.zeros(0, np.int64)
-    begins = np.flatnonzero(np.diff(found, prepend=-2) > 1)
-    ends = np.append(begins[1:], len(found))
-    ranges = np.zeros(len(begins), RANGE)
-    if len(begins):
-        ranges["offset"] = found[begins] * PAGE
-        ranges["size"] = np.minimum((found[ends - 1] + 1) * PAGE, len(before)) - found[begins] * PAGE
-        ranges["kind"] = GPU
-    return ranges
+    found = []
+    for segment in writable:
+        start, stop = int(segment["p_offset"]), int(segment["p_offset"] + segment["p_filesz"])
+        for at in range(start // PAGE * PAGE, stop, _CHUNK):
+            differs = before[at : min(at + _CHUNK, stop)] != after[at : min(at + _CHUNK, stop)]
+            pages = np.logical_or.reduceat(differs, np.arange(0, len(differs), PAGE)) if len(differs) else differs
+            found += [(max(at + page * PAGE, start), stop) for page in np.flatnonzero(pages).tolist()]
+    ranges = np.zeros(len(found), RANGE)
+    for row, (begin, stop) in enumerate(found):
+        ranges[row] = (begin, min((begin // PAGE + 1) * PAGE, stop) - begin, CHANGED, row)
+    return np.sort(ranges, order="offset")
 
 
 def problems(found: Record) -> list[str]:

@@ -43,6 +43,8 @@ from gpubloat.tables import targets
 CPU, GPU = 1, 2  # what a range was: a function body, now 0xCC; the payload of an element, now zero
 RANGE = np.dtype([("offset", "<u8"), ("size", "<u8"), ("kind", "<u4"), ("id", "<u4")])
 ENDBR64 = b"\xf3\x0f\x1e\xfa"
+# Where bounds may come from. A symbol's size is written by hand in assembly, so it is not enough.
+BOUNDED_BY = ("fde",)
 LINKER_INPUT = ("lto_ir", "relocatable_ptx", "tile_ir")
 RELOCATABLE = "__nv_relfatbin"
 WATCHED_SECTIONS = (".nv_fatbin", ".ldata", ".lrodata", ".cask_resource")  # by first touch of their pages
@@ -155,13 +157,14 @@ def functions(reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage:
     size = _without_marks(reader, offset, table["size_bytes"].to_numpy().copy(), is_fde)
     used = np.isin(offset, usage.functions)
     stubs = table["section"].isin([".init", ".fini"]) | table["section"].str.startswith(".plt")
-    bounded = is_fde & (size > 0) & ~stubs.to_numpy(bool)
+    bounded = table["boundary"].isin(BOUNDED_BY).to_numpy(bool) & (size > 0) & ~stubs.to_numpy(bool)
     bounded &= ~_entered_inside(offset, size, np.concatenate([offset, usage.functions]))
     bounded &= ~np.isin(address, entries.fixed(file).astype(np.int64))
     bounded &= ~_overlaps(offset, size, regions["offset_bytes"].to_numpy(), regions["size_bytes"].to_numpy())
     candidate = bounded & ~used
     candidate &= ~_cold_of_used(table, used)
-    is_cold = table["is_cold"].astype("Int8").fillna(2).to_numpy(np.int8)
+    is_cold = table["is_cold"].astype("Int8").fillna(2).to_numpy(np.int8, copy=True)
+    is_cold[~is_fde] = 1  # assembly jumps where it likes: each jump into it counts, as into a cold part
     # A cold part that is in use jumps, too: look until nothing new is found.
     looked = np.zeros(len(table), bool)
     while (sources := ~candidate & ~looked).any():
@@ -214,9 +217,11 @@ def _overlaps(offset: Array, size: Array, others: Array, sizes: Array) -> Array:
 
 def _cold_of_used(table: pd.DataFrame, used: Array) -> Array:
     """Cold parts whose name is that of a used function with an ending: ``f.cold``, ``f.cold.1``, ``f.__part.2``."""
-    names = table["function"].str.replace(r"(\.cold|\.__part)(\.\d+)?$", "", regex=True)
     cold = table["is_cold"].fillna(False).to_numpy(bool)
-    return cold & names.isin(set(names[used & (names != "").to_numpy(bool)])).to_numpy(bool)
+    names = set(table["function"][used]) - {""}
+    parents = table["function"][cold].str.replace(r"(\.cold|\.__part)(\.\d+)?$", "", regex=True)
+    cold[cold] = parents.isin(names)
+    return cold
 
 
 def _disjoint(removed: pd.DataFrame, file_size: int) -> Array:

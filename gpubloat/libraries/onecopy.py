@@ -46,7 +46,7 @@ class Done:
 
     library: pd.DataFrame
     removed: pd.DataFrame
-    problems: pd.DataFrame
+    problems: pd.DataFrame | None
     ranges: Array
     reduction: dict[str, Any]
     sha256: str
@@ -88,8 +88,7 @@ def run(job: Job) -> Done:
         "debloat_s": seconds,
     }
     removed = plan.removed.assign(library=name)
-    problems = tables.get("problems", TABLES["problems"].none())
-    return Done(library, removed, problems, plan.ranges, reduction, digest, copy.sha256)
+    return Done(library, removed, tables.get("problems"), plan.ranges, reduction, digest, copy.sha256)
 
 
 _OPTIONS = Options(digests=False, threads=1)

@@ -61,6 +61,7 @@ def trace(
     force: bool = False,
     workload: str = "",
     target: str | None = None,
+    repeat: int = 1,
     sources: Sources = ALL,
     env: Mapping[str, str] | None = None,
     executor: Executor | None = None,
@@ -75,6 +76,8 @@ def trace(
     out, force : keep the run in this folder; replace one that is there.
     workload : name of the workload in run.json; default, the program and its first argument.
     target : the GPU, such as ``"sm_90"``; default, the GPUs that the run saw.
+    repeat : run it so often; what any of the runs used counts. Programs differ from run to run (garbage collection,
+        hash seeds, times), so two runs find more than one.
     sources : what to record.
     env : environment of the command; default, this process's.
     executor : for the scan of the loaded libraries.
@@ -83,7 +86,8 @@ def trace(
     Returns
     -------
     Run with the tables of `tables.usage`, and libraries, regions, elements, functions, problems of the loaded files.
-    Its provenance has exit_status, wall_s (of the command), scan_s, targets, is_gpu_traced, workload.
+    Its provenance has exit_status, wall_s (of one run of the command), scan_s, targets, is_gpu_traced, workload, and
+    loading: where it is eager, the driver loads elements used or not, so their evidence says little (see `union`).
 
     Raises
     ------
@@ -95,18 +99,24 @@ def trace(
     folder = Path(tempfile.mkdtemp(prefix="gpubloat-record-"))
     try:
         variables, why_no_cupti = _variables(folder, sources, given)
-        started = time.monotonic()
-        status = attach.run(command, variables)
-        wall = time.monotonic() - started
+        started, status = time.monotonic(), 0
+        for _ in range(repeat):
+            status = attach.run(command, variables) or status
+        wall = (time.monotonic() - started) / repeat
         names = [*USAGE, *SCANNED]
         with RunWriter("libraries", names, out, force) as writer:
             details = _collect(writer, folder, target, why_no_cupti, executor, progress)
             words = workload or " ".join(os.path.basename(w) for w in list(command)[:2])
             about = provenance(command_line, METHOD, details.pop("inputs"))
-            about |= {"workload": words, "exit_status": status, "wall_s": round(wall, 3), "trace": "trace"}
+            about |= {"workload": words, "exit_status": status, "wall_s": round(wall, 3), "repeat": repeat}
+            about |= {"trace": "trace", "loading": _loading(given)}
             return writer.finish(about | details)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _loading(env: Mapping[str, str]) -> str:
+    return "eager" if env.get("CUDA_MODULE_LOADING", "").upper() == "EAGER" else "lazy"
 
 
 def _variables(folder: Path, sources: Sources, given: Mapping[str, str]) -> tuple[dict[str, str], str]:
@@ -152,7 +162,7 @@ def _collect(
     whole = {name: pd.concat(parts, ignore_index=True) if parts else None for name, parts in kept.items()}
     paths = {names[w.path]: w.path for w in found.libraries}
     if whole["elements"] is not None and whole["regions"] is not None:
-        made, problems = evidence.tables(logs, paths, whole["regions"], whole["elements"])
+        made, problems = evidence.tables(logs, paths, whole["regions"], whole["elements"], gpus)
         pages = evidence.from_pages(touched, whole["elements"], guarded)
         made["evidence"] = pd.concat([made["evidence"], pages], ignore_index=True) if len(pages) else made["evidence"]
         for name, table in made.items():

@@ -40,7 +40,7 @@ def verify(
     compare: Sequence[str | os.PathLike[str]] = (),
     ignore: Sequence[str] = (),
     loadings: Sequence[str] = ("default",),
-    guard: str = "off",
+    guard: str = "restore",
     copies: Copies | None = None,
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
@@ -56,7 +56,7 @@ def verify(
     compare : files that the command writes and overwrites: digested after each run, never deleted.
     ignore : regular expressions of lines of stdout to leave out, such as those that tell a time.
     loadings : of default, lazy, eager: CUDA_MODULE_LOADING; default leaves the environment as it is.
-    guard : off, report or restore: what happens when the copies meet removed code.
+    guard : restore, restore-cpu, report or off: what happens when the copies meet removed code.
     copies : context manager that gives the variables which put the command onto the copies; default: what `exec` does.
     out, force, progress : keep the run in this folder, replacing what is there; show a progress bar on stderr.
     command_line : what run.json says was run.

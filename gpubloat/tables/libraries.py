@@ -230,4 +230,10 @@ class Choices(Table):
 
 
 # Tables that `scan` does not write: those of campaigns, of traced runs, of debloating.
-EXTRA_TABLES: dict[str, type[Table]] = {"oracle": Oracle, "choices": Choices} | usage.TABLES | removal.TABLES
+EXTRA_TABLES: dict[str, type[Table]] = {
+    "oracle": Oracle,
+    "choices": Choices,
+    **usage.TABLES,
+    **usage.EXTRA_TABLES,
+    **removal.TABLES,
+}

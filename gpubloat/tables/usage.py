@@ -111,6 +111,18 @@ class Misses(Table):
     n_processes: Series[int] = column("processes that met it", ge=1)
 
 
+class Overhead(Table):
+    """One row = one run of a workload under one way of recording it."""
+
+    variant: Series[str] = column(
+        "none; callbacks: CUPTI's few; all: they, functions and pages; domains: CUPTI's whole domains; profiler: torch's"
+    )
+    repeat: Series[int] = column("number of the round", ge=0)
+    exit_status: Series[int] = column("of the command; negative: the signal that ended it")
+    wall_s: Series[float] = column("wall time of the command", ge=0)
+    step_s: Series[float] = column("time of one step after the first ones; empty if it ended early", nullable=True, ge=0)
+
+
 TABLES: dict[str, type[Table]] = {
     "loaded": Loaded,
     "used_functions": UsedFunctions,
@@ -120,3 +132,5 @@ TABLES: dict[str, type[Table]] = {
     "processes": Processes,
     "misses": Misses,
 }
+# What campaigns add.
+EXTRA_TABLES: dict[str, type[Table]] = {"overhead": Overhead}

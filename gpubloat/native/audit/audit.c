@@ -23,8 +23,10 @@ static void read_options(void)
         strcpy(options.dir, dir);
     options.trace_functions = *options.dir && getenv("GPUBLOAT_FUNCTIONS");
     options.trace_pages = *options.dir && getenv("GPUBLOAT_PAGES");
-    if (guard)
-        options.guard = !strcmp(guard, "restore") ? GUARD_RESTORE : !strcmp(guard, "report") ? GUARD_REPORT : GUARD_OFF;
+    if (guard) {
+        options.guard = !strncmp(guard, "restore", 7) ? GUARD_RESTORE : !strcmp(guard, "report") ? GUARD_REPORT : GUARD_OFF;
+        options.guard_pages = options.guard != GUARD_OFF && strcmp(guard, "restore-cpu");
+    }
     if (plan) {
         options.swap = true;
         read_plan(plan);

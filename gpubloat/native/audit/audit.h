@@ -25,7 +25,8 @@ struct options {
     bool trace_functions; /* GPUBLOAT_FUNCTIONS=1 */
     bool trace_pages;     /* GPUBLOAT_PAGES=1 */
     bool swap;            /* GPUBLOAT_PLAN is set: run on debloated copies */
-    enum guard guard;     /* GPUBLOAT_GUARD=off|report|restore */
+    enum guard guard;     /* GPUBLOAT_GUARD=off|report|restore|restore-cpu */
+    bool guard_pages;     /* GPU code, too: not with restore-cpu */
 };
 extern struct options options;
 
@@ -40,7 +41,7 @@ struct range {
     uint64_t offset, size;
     uint32_t kind, id;
 };
-enum { RANGE_FUNCTION = 1, RANGE_ELEMENT = 2 };
+enum { RANGE_FUNCTION = 1, RANGE_ELEMENT = 2 }; /* others only say what differs */
 
 /* A run of pages whose first touch is recorded; `first` numbers them over all runs of the library. */
 struct run {

@@ -164,7 +164,7 @@ void swap(struct module *m)
     close(fd);
     snprintf(text, sizeof text, "swapped\t%s", m->path);
     note("proc", text);
-    if (!m->runs && options.guard != GUARD_OFF)
+    if (!m->runs && options.guard_pages)
         find_runs(m);
     if (m->touched)
         memset(m->touched, 0, m->n_runs ? m->runs[m->n_runs - 1].first + m->runs[m->n_runs - 1].n_pages : 0);

@@ -404,9 +404,8 @@ static void own(int number, void (*handler)(int, siginfo_t *, void *))
 
 void install_handlers(void)
 {
-    bool guarded = options.swap && options.guard != GUARD_OFF;
-    if (options.trace_functions || guarded)
+    if (options.trace_functions || (options.swap && options.guard != GUARD_OFF))
         own(SIGTRAP, on_trap);
-    if (options.trace_pages || guarded)
+    if (options.trace_pages || (options.swap && options.guard_pages))
         own(SIGSEGV, on_fault);
 }
