@@ -27,7 +27,7 @@ from gpubloat.libraries.attach import audited, cupti_library
 from gpubloat.libraries.debloat import debloat
 from gpubloat.libraries.execute import execute
 from gpubloat.libraries.prune import prune
-from gpubloat.libraries.trace import Sources, trace
+from gpubloat.libraries.trace import trace
 from gpubloat.libraries.verify import verify
 from gpubloat.run import Run, RunWriter, provenance
 
@@ -40,7 +40,9 @@ COMMANDS = {
     "calls": ["calls.py"],
 }
 # Tables of a traced run that are kept: the others can be had from the same libraries by a scan.
-KEPT = ("loaded", "used_functions", "evidence", "used_kernels", "modules", "processes", "libraries", "elements", "problems")
+KEPT = (
+    "loaded", "used_functions", "evidence", "used_kernels", "modules", "processes", "libraries", "elements", "problems",
+)  # fmt: skip
 PREFIX = "libraries-h200-"
 
 
@@ -78,7 +80,8 @@ class Campaign:
 
     def debloated(self, name: str, runs: list[Run], zstd: bool = False) -> Run:
         started = time.monotonic()
-        run = debloat(runs, self.work / name, force=True, zstd=zstd, executor=self.pool, command="gpubloat libraries debloat")
+        words = "gpubloat libraries debloat"
+        run = debloat(runs, self.work / name, force=True, zstd=zstd, executor=self.pool, command=words)
         run.provenance["debloat_s"] = round(time.monotonic() - started, 3)
         self.keep(run, f"{name}-debloat", ("libraries", "removed", "reduction", "problems"))
         return run
@@ -90,7 +93,8 @@ def whole(campaign: Campaign, workload: str) -> None:
     eager = campaign.traced(workload, f"{workload}-eager", "EAGER")
     campaign.debloated(workload, [lazy, eager])
     run = verify(
-        campaign.work / workload, command(workload), repeat=campaign.repeat, loadings=("lazy", "eager"), guard="restore-cpu",
+        campaign.work / workload, command(workload), repeat=campaign.repeat, loadings=("lazy", "eager"),
+        guard="restore-cpu",
         command_line=f"gpubloat libraries verify --repeat {campaign.repeat} --loading lazy,eager --guard restore-cpu",
     )  # fmt: skip
     campaign.keep(run, f"{workload}-verify")
@@ -114,7 +118,8 @@ def guard(campaign: Campaign) -> None:
         for mode in ("off", "report", "restore"):
             started = time.monotonic()
             status, run = execute(campaign.work / f"{workload}-lazy", command(workload), guard=mode)
-            print(f"guard {mode}: exit status {status}, {len(run['misses'])} misses, {time.monotonic() - started:.1f} s")
+            taken = time.monotonic() - started
+            print(f"guard {mode}: exit status {status}, {len(run['misses'])} misses, {taken:.1f} s")
             campaign.keep(run, f"{workload}-eager-on-{workload}-guard-{mode}")
         again = campaign.debloated(f"{workload}-with-misses", [lazy, run])
         status, run = execute(campaign.work / f"{workload}-with-misses", command(workload), guard="report")
@@ -138,7 +143,7 @@ def pruned(campaign: Campaign) -> None:
     for workload in ("calls", "transformer-infer", "mobilenet-infer"):
         found = verify(folder, command(workload), repeat=1, command_line="gpubloat libraries verify --repeat 1")
         campaign.keep(found, f"pruned-sm90-{workload}-verify")
-        print(workload, found.provenance["verdict"], found.provenance.get("n_swapped"), found.provenance.get("complaints"))
+        print(workload, *(found.provenance.get(name) for name in ("verdict", "n_swapped", "complaints")))
 
 
 def overhead(campaign: Campaign) -> None:
@@ -163,7 +168,8 @@ def overhead(campaign: Campaign) -> None:
             records.mkdir()
             words = [sys.executable, str(HERE / "mobilenet.py"), "train", "--steps", "400"]
             found = cost.run(words, env={**os.environ, **variants[name]})
-            steady = [float(line.split()[1]) for line in found.stderr_tail.decode().splitlines() if line.startswith("steady")]
+            lines = found.stderr_tail.decode().splitlines()
+            steady = [float(line.split()[1]) for line in lines if line.startswith("steady")]
             rows.append((name, number, found.exit_status, found.wall_s, *(steady or [float("nan")])))
             print(*rows[-1], flush=True)
     table = pd.DataFrame(rows, columns=["variant", "repeat", "exit_status", "wall_s", "step_s"])

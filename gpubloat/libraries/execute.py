@@ -3,8 +3,8 @@
 The audit library maps the bytes of a copy over the original when the loader opens it, so paths stay what they were
 (`native/audit/swap.c`). The guard: a removed function traps at its first byte, and a removed element is on pages that
 nobody may read. `report` says what was met, and stops before the function runs; `restore` brings the original bytes
-back and goes on; `restore-cpu` does so for functions only, since a driver that loads eagerly reads all elements, used or
-not, and would have all of them back. What was met becomes a Run that `debloat` takes as one more.
+back and goes on; `restore-cpu` does so for functions only, since a driver that loads eagerly reads all elements, used
+or not, and would have all of them back. What was met becomes a Run that `debloat` takes as one more.
 """
 
 from __future__ import annotations

@@ -23,11 +23,13 @@ Functions (x86-64 only: elsewhere the fill would be no trap)
   removed as `unused_function` if the library's functions were watched in every run that loaded it, no run entered it,
   its bounds come from the unwind table, and nothing else starts or lies inside. Kept always: `.init`, `.fini`, `.plt*`;
   what the loader calls itself (`entries.fixed`); cold parts of functions in use, by name, and by the jumps into them
-  where there is no name; code that a function in use jumps into, or takes an address of, behind its start.
+  where no name tells; code that a function in use jumps into, or takes an address of, behind its start; all of the
+  run-time support of compilers (`RUNTIMES`).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -48,6 +50,9 @@ BOUNDED_BY = ("fde",)
 LINKER_INPUT = ("lto_ir", "relocatable_ptx", "tile_ir")
 RELOCATABLE = "__nv_relfatbin"
 WATCHED_SECTIONS = (".nv_fatbin", ".ldata", ".lrodata", ".cask_resource")  # by first touch of their pages
+# Run-time support of compilers: which of its paths run depends on timing and on errors more than on the program. Two
+# runs of one torch program differ in libgomp's waits, and in how libgfortran ends by what standard input is.
+RUNTIMES = ("libgomp", "libiomp5", "libomp", "libtbb", "libgcc_s", "libstdc++", "libc++", "libgfortran", "libquadmath")
 COLUMNS = ("what", "offset_bytes", "size_bytes", "region", "element", "reason")
 
 
@@ -75,10 +80,14 @@ def plan(
     usage : what runs used; None to remove by target alone, which leaves functions alone.
     wanted : GPUs to keep code for, such as ``sm_90``; default, those of the runs.
     """
-    keep_for = sorted(usage.targets) if wanted is None and usage is not None else list(wanted or ())
+    keep_for = list(wanted or ())
+    if wanted is None and usage is not None:
+        # A run whose GPU nobody knows could have been given anything.
+        keep_for = sorted(usage.targets) if usage.is_target_known else []
     parts = [elements(tables["elements"], tables["regions"], usage, keep_for)]
     n_unknown = len(tables["functions"])
-    if usage is not None and not usage.cpu_problem and n_unknown:
+    is_runtime = os.path.basename(reader.path).startswith(RUNTIMES)
+    if usage is not None and not usage.cpu_problem and n_unknown and not is_runtime:
         found, n_unknown = functions(reader, tables["functions"], tables["regions"], usage)
         parts.append(found)
     removed = pd.concat([p for p in parts if len(p)] or parts[:1], ignore_index=True)
@@ -100,9 +109,6 @@ def elements(table: pd.DataFrame, regions: pd.DataFrame, usage: Usage | None, wa
     kept = by_hand | _used(outer, usage)
     fits = {t: targets.fit(table, t)["is_loadable"].to_numpy(bool)[is_outer] for t in wanted}
     other = np.logical_and.reduce([~f for f in fits.values()]) if fits else np.zeros(len(outer), bool)
-    # A run whose GPU nobody knows could have been given anything.
-    if usage is not None and not usage.is_gpu_known and not usage.targets:
-        other &= False
     unused = np.zeros(len(outer), bool)
     if usage is not None and usage.is_gpu_known:
         section = outer["section"].map(lambda name: name.rpartition(":")[2])

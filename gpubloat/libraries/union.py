@@ -1,7 +1,8 @@
 """Several traced runs -> what they used together of each library.
 
 An element or a function counts as used if any run used it. A library that only some runs loaded is decided by those
-runs. Runs under the guard add what they missed.
+runs. Runs under the guard add what they missed. Under eager loading the driver loads elements used or not: such a run
+says nothing of GPU code if a lazy run of the same workload is there; else all that it loaded counts as used.
 """
 
 from __future__ import annotations
@@ -32,13 +33,15 @@ class Usage:
 
     `functions` are file offsets of starts, `elements` are (region, element), `headers` file offsets of element headers.
     `cpu_problem` says why unused functions are not known. `is_gpu_known`: all of these runs recorded the use of GPU
-    code; `is_gpu_complete`: they saw every look-up, so that also elements on no whole page of their own are known.
+    code; `is_gpu_complete`: they saw every look-up, so that also elements on no whole page of their own are known;
+    `is_target_known`: none of them used a GPU that it cannot name.
     """
 
     targets: set[str] = field(default_factory=set)
     cpu_problem: str = ""
     is_gpu_known: bool = True
     is_gpu_complete: bool = True
+    is_target_known: bool = True
     functions: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     elements: set[tuple[int, int]] = field(default_factory=set)
     headers: set[int] = field(default_factory=set)
@@ -85,8 +88,10 @@ def libraries(runs: Sequence[Run]) -> list[Library]:
     for run in runs:
         if _is_trace(run):
             _add_loaded(run, found)
+    lazy = {run.provenance.get("workload") for run in runs if run.provenance.get("loading") == "lazy"}
     for run in runs:
-        for name in ("used_functions", "evidence", "misses"):
+        is_superseded = run.provenance.get("loading") == "eager" and run.provenance.get("workload") in lazy
+        for name in ("used_functions", "misses") if is_superseded else ("used_functions", "evidence", "misses"):
             if name in tuple(run):
                 for library, rows in _by_library(run[name]):
                     if library in found:
@@ -117,6 +122,7 @@ def _add_loaded(run: Run, found: dict[str, Library]) -> None:
         usage.cpu_problem = usage.cpu_problem or problem
         usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"])
         usage.is_gpu_complete &= is_complete
+        usage.is_target_known &= bool(_targets(run)) or bool(run.provenance["is_gpu_traced"])
 
 
 def _scanned(run: Run, wanted: set[str]) -> dict[str, dict[str, pd.DataFrame]]:

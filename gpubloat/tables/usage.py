@@ -120,7 +120,7 @@ class Overhead(Table):
     repeat: Series[int] = column("number of the round", ge=0)
     exit_status: Series[int] = column("of the command; negative: the signal that ended it")
     wall_s: Series[float] = column("wall time of the command", ge=0)
-    step_s: Series[float] = column("time of one step after the first ones; empty if it ended early", nullable=True, ge=0)
+    step_s: Series[float] = column("time of a step after the first ones; empty if it ended early", nullable=True, ge=0)
 
 
 TABLES: dict[str, type[Table]] = {

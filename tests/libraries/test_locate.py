@@ -93,6 +93,9 @@ def test_a_run_that_recorded_no_gpu_code_removes_nothing_unused(tmp_path: Path) 
     data = library(fatbin.region(REGION))
     assert set(reasons(planned(tmp_path, data, used(is_gpu_known=False))).values()) == {"other_architecture"}
     assert not reasons(planned(tmp_path, data, used(targets=(), is_gpu_known=False)))
+    unnamed = used(targets=("sm_90",), is_gpu_known=False, is_target_known=False)
+    assert not reasons(planned(tmp_path, data, unnamed))
+    assert set(reasons(planned(tmp_path, data, unnamed, ["sm_90"])).values()) == {"other_architecture"}
 
 
 def test_concatenated_elements_go_whole_or_not_at_all(tmp_path: Path) -> None:
@@ -296,6 +299,7 @@ def test_nothing_of_a_function_in_use_goes(
 
 def test_real_libraries_keep_constructors_and_resolvers(real_libraries: dict[str, Path]) -> None:
     for name, path in real_libraries.items():
+        name = name.removeprefix("lib")
         tables = traced.scan(path, name)
         with opened(Input(name, name, str(path))) as reader:
             plan = locate.plan(reader, tables, Usage())
@@ -304,6 +308,15 @@ def test_real_libraries_keep_constructors_and_resolvers(real_libraries: dict[str
         assert not kept & set(gone.astype("int64"))
         bounded = tables["functions"]["boundary"] == "fde"
         assert len(plan.removed) > 0.9 * bounded.sum(), name
+
+
+def test_the_run_time_support_of_compilers_stays(libstdcpp: Path) -> None:
+    name = f"package.libs/{libstdcpp.name}"
+    tables = traced.scan(libstdcpp, name)
+    with opened(Input(name, name, str(libstdcpp))) as reader:
+        plan = locate.plan(reader, tables, Usage())
+    assert not len(plan.removed)
+    assert plan.n_unknown == len(tables["functions"])
 
 
 # --- runs -----------------------------------------------------------------------------------------------------------
@@ -330,6 +343,16 @@ def test_a_library_is_decided_by_the_runs_that_loaded_it(tmp_path: Path) -> None
     assert not found["a.so"].cpu_problem
     assert not found["b.so"].is_gpu_known
     assert found["b.so"].cpu_problem == "not asked for"
+
+
+def test_a_gpu_that_nobody_can_name(tmp_path: Path) -> None:
+    path = tmp_path / "a.so"
+    path.write_bytes(library(fatbin.region([one()])))
+    runs = [traced.run(None, {"a.so": path}), traced.run(None, {"a.so": path}, targets=[], gpu=False, cupti="missing")]
+    (found,) = union.libraries(union.load(runs))
+    assert not found.usage.is_target_known
+    (found,) = union.libraries(union.load([runs[0], traced.run(None, {"a.so": path}, targets=[], cupti="no_cuda")]))
+    assert found.usage.is_target_known
 
 
 def test_misses_count_as_use(tmp_path: Path) -> None:
