@@ -17,6 +17,7 @@ from gpubloat.errors import FormatError, GpubloatError
 from gpubloat.libraries import manifest, onecopy, outfolder, union
 from gpubloat.libraries.inputs import Input
 from gpubloat.libraries.manifest import FILES, RANGES, Entry, Manifest
+from gpubloat.libraries.names import is_driver
 from gpubloat.libraries.onecopy import Done, Job
 from gpubloat.libraries.rewrite import LAYOUTS
 from gpubloat.run import Run, RunWriter, provenance
@@ -61,7 +62,8 @@ def debloat(
     Returns
     -------
     Run with libraries, removed, reduction, problems, in `out`; beside its tables are manifest.json, the copies in
-    files/ and the removed ranges in ranges/. Libraries from which nothing was removed have no copy.
+    files/ and the removed ranges in ranges/. Libraries from which nothing was removed have no copy. Libraries of the
+    driver are left out of everything.
 
     Raises
     ------
@@ -71,7 +73,7 @@ def debloat(
     _check(out, layout, force)
     wanted = None if targets is None else spelled(targets)
     found = union.load(given)
-    libraries = union.libraries(found)
+    libraries = [entry for entry in union.libraries(found) if not is_driver(entry.path)]
     paths = [_original(entry) for entry in libraries]
     with outfolder.appearing(Path(out), force) as new:
         jobs = [

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ import pandas as pd
 
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import attach, evidence, functions, manifest, record
-from gpubloat.libraries.elf import PF_W, PT_LOAD, Array, Elf
+from gpubloat.libraries.elf import MAGIC, PF_W, PT_LOAD, Array, Elf
 from gpubloat.libraries.inputs import Input, opened
 from gpubloat.libraries.locate import RANGE
 from gpubloat.libraries.manifest import Entry, Manifest
@@ -68,7 +69,9 @@ def execute(
     about = manifest.read(folder)
     with tempfile.TemporaryDirectory(prefix="gpubloat-record-") as logs:
         with environment(folder, guard, logs) as variables:
+            started = time.monotonic()
             status = attach.run(command, {**os.environ, **variables})
+            wall = time.monotonic() - started
         found = record.read(Path(logs))
     with RunWriter("libraries", ["misses"], out, force) as writer:
         writer.append("misses", misses(folder, about, found.misses))
@@ -78,6 +81,7 @@ def execute(
             "guard": guard,
             "targets": about.targets,
             "exit_status": status,
+            "wall_s": round(wall, 3),
             "n_swapped": len({path for p in found.processes for path in p.swapped}),
             "problems": problems(found),
             "empty": {"misses": "the guard was off" if guard == "off" else "no removed code was met"},
@@ -122,6 +126,9 @@ def _line(place: Path, entry: Entry, changed: Path) -> str:
     if any(character in f"{entry.path}{copy}" for character in "\t\n"):
         raise GpubloatError(f"{entry.library} has a tab or a newline in its path", "rename its folder")
     ranges = place / entry.ranges
+    with copy.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            return ""  # an archive: no loader ever sees it
     if entry.layout == "moved":  # kept elements lie elsewhere, so nothing can be brought back: no guard
         np.save(changed, _changed(entry.path, copy))
         ranges = changed

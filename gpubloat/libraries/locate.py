@@ -11,17 +11,19 @@ Elements of fatbins
                   recorded the use of GPU code. Without a known target (CUDA was never initialised) they all are unused.
                   Where first touches of pages are the only record, an element that touches no whole page of a watched
                   section is not known. A target that no run ran on keeps what it could be given.
-  LTO-IR, relocatable PTX, tile IR
-                  removed for reason I only: they are input of a linker or compiler, whose reads a trace does not see.
+  LTO-IR, relocatable PTX, tile IR, all of `__nv_relfatbin`, raw cubins in host data
+                  what reads these calls no driver function that a trace sees, but it reads them: reason II if first
+                  touches of their pages were recorded in every run and there was none. Raw cubins never for reason I.
   concatenated    removed as a whole or not at all: reason I if no member fits, reason II like a cubin.
-  `__nv_relfatbin`  reason I only, for the same cause.
-  unknown kinds, raw cubins in host data
-                  kept always: nothing tells the driver's rule for them, or who reads them.
-Headers stay in place (a zeroed header sends the driver into an endless loop): a range is the payload.
+  unknown kinds   kept always: nothing tells the driver's rule for them.
+A range is the payload, and the kind in the header, which becomes 0: the driver then passes over the element. The rest of
+the header stays (a zeroed one sends the driver into an endless loop). Without the kind, an eager driver would try the
+zeroed code and report an invalid image when CUDA starts.
+Libraries of the driver belong to the host, not to the environment: nothing of them is removed (`names.is_driver`).
 
 Functions (x86-64 only: elsewhere the fill would be no trap)
   removed as `unused_function` if the library's functions were watched in every run that loaded it, no run entered it,
-  its bounds come from the unwind table, and nothing else starts or lies inside. Kept always: `.init`, `.fini`, `.plt*`;
+  its bounds come from the unwind table or a sized symbol, and nothing else starts or lies inside. Kept always: `.init`, `.fini`, `.plt*`;
   what the loader calls itself (`entries.fixed`); cold parts of functions in use, by name, and by the jumps into them
   where no name tells; code that a function in use jumps into, or takes an address of, behind its start; all of the
   run-time support of compilers (`RUNTIMES`).
@@ -45,11 +47,13 @@ from gpubloat.tables import targets
 CPU, GPU = 1, 2  # what a range was: a function body, now 0xCC; the payload of an element, now zero
 RANGE = np.dtype([("offset", "<u8"), ("size", "<u8"), ("kind", "<u4"), ("id", "<u4")])
 ENDBR64 = b"\xf3\x0f\x1e\xfa"
-# Where bounds may come from. A symbol's size is written by hand in assembly, so it is not enough.
-BOUNDED_BY = ("fde",)
+# In libtorch_cpu 38 of 275 MB of functions are assembly of MKL that only symbols describe.
+BOUNDED_BY = ("fde", "symtab", "dynsym")
 LINKER_INPUT = ("lto_ir", "relocatable_ptx", "tile_ir")
 RELOCATABLE = "__nv_relfatbin"
-WATCHED_SECTIONS = (".nv_fatbin", ".ldata", ".lrodata", ".cask_resource")  # by first touch of their pages
+# By first touch of their pages; the list of native/audit/sites.c.
+WATCHED_SECTIONS = (".nv_fatbin", RELOCATABLE, ".ldata", ".lrodata", ".cask_resource")
+_KIND_BYTES = 2  # the first field of an element header
 # Run-time support of compilers: which of its paths run depends on timing and on errors more than on the program. Two
 # runs of one torch program differ in libgomp's waits, and in how libgfortran ends by what standard input is.
 RUNTIMES = ("libgomp", "libiomp5", "libomp", "libtbb", "libgcc_s", "libstdc++", "libc++", "libgfortran", "libquadmath")
@@ -60,8 +64,9 @@ COLUMNS = ("what", "offset_bytes", "size_bytes", "region", "element", "reason")
 class Plan:
     """What goes from one library.
 
-    `removed` is the table of that name without `library`, sorted by offset; `ranges` (dtype RANGE) is its bytes, row by
-    row, disjoint, with `id` the row number; `n_unknown` counts functions kept for want of knowledge.
+    `removed` is the table of that name without `library`, sorted by offset; `ranges` (dtype RANGE) is its bytes, and the
+    kinds of its elements, sorted and disjoint, with `id` the row number; `n_unknown` counts functions kept for want of
+    knowledge.
     """
 
     removed: pd.DataFrame
@@ -93,11 +98,23 @@ def plan(
     removed = pd.concat([p for p in parts if len(p)] or parts[:1], ignore_index=True)
     removed = removed.sort_values("offset_bytes", kind="stable", ignore_index=True)
     removed = removed[_disjoint(removed, reader.size)].reset_index(drop=True)
+    return Plan(removed, _ranges(removed, tables["elements"]), n_unknown)
+
+
+def _ranges(removed: pd.DataFrame, table: pd.DataFrame) -> Array:
+    """Bodies and payloads, and the kind in the header of each element that has one."""
     ranges = np.zeros(len(removed), RANGE)
     ranges["offset"], ranges["size"] = removed["offset_bytes"], removed["size_bytes"]
     ranges["kind"] = np.where(removed["what"] == "function", CPU, GPU)
     ranges["id"] = np.arange(len(removed))
-    return Plan(removed, ranges, n_unknown)
+    outer = table.loc[table["member"].isna(), ["offset_bytes", "header_bytes"]]
+    payload = outer["offset_bytes"] + outer["header_bytes"]
+    header = removed["offset_bytes"].map(dict(zip(payload, outer["header_bytes"]))).fillna(0).to_numpy(np.uint64)
+    is_headed = (header > 0) & (ranges["kind"] == GPU)
+    kinds = ranges[is_headed].copy()
+    kinds["offset"] -= header[is_headed]
+    kinds["size"] = _KIND_BYTES
+    return np.sort(np.concatenate([ranges, kinds]), order="offset")
 
 
 def elements(table: pd.DataFrame, regions: pd.DataFrame, usage: Usage | None, wanted: Sequence[str]) -> pd.DataFrame:
@@ -105,15 +122,17 @@ def elements(table: pd.DataFrame, regions: pd.DataFrame, usage: Usage | None, wa
     is_outer = table["member"].isna().to_numpy(bool)
     outer = table[is_outer]
     is_raw = outer["region"].map(regions.set_index("region")["is_raw_cubin"]).to_numpy(bool)
-    by_hand = is_raw | (outer["payload_bytes"] == 0).to_numpy() | (outer["kind"] == "unknown").to_numpy()
-    kept = by_hand | _used(outer, usage)
+    not_known = (outer["payload_bytes"] == 0).to_numpy() | (outer["kind"] == "unknown").to_numpy()
+    kept = not_known | _used(outer, usage)
     fits = {t: targets.fit(table, t)["is_loadable"].to_numpy(bool)[is_outer] for t in wanted}
     other = np.logical_and.reduce([~f for f in fits.values()]) if fits else np.zeros(len(outer), bool)
+    other &= ~is_raw
     unused = np.zeros(len(outer), bool)
     if usage is not None and usage.is_gpu_known:
         section = outer["section"].map(lambda name: name.rpartition(":")[2])
-        linked = outer["kind"].isin(LINKER_INPUT) | (section == RELOCATABLE)
-        unused = ~linked.to_numpy() & _seen(outer, section, usage)
+        by_others = is_raw | (outer["kind"].isin(LINKER_INPUT) | (section == RELOCATABLE)).to_numpy()
+        touch = _would_be_touched(outer, section)
+        unused = np.where(by_others, touch & usage.is_watched, touch | usage.is_gpu_complete)
         run_on = {targets.gpu(t) for t in usage.targets}
         for target, fit in fits.items():
             if targets.gpu(target) not in run_on:
@@ -140,10 +159,8 @@ def _used(outer: pd.DataFrame, usage: Usage | None) -> Array:
     return np.array(known, bool) | outer["offset_bytes"].isin(usage.headers).to_numpy(bool)
 
 
-def _seen(outer: pd.DataFrame, section: pd.Series[str], usage: Usage) -> Array:
-    """Elements whose use the runs would have recorded. First touches see whole pages of some sections only."""
-    if usage.is_gpu_complete:
-        return np.ones(len(outer), bool)
+def _would_be_touched(outer: pd.DataFrame, section: pd.Series[str]) -> Array:
+    """Elements on whole pages of watched sections: reading them is seen by first touch."""
     start = outer["offset_bytes"] + outer["header_bytes"]
     stop = start + outer["payload_bytes"]
     first = -(-outer["offset_bytes"].groupby(section).transform("min") // PAGE) * PAGE

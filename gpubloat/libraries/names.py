@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
+DRIVER = ("libcuda.so", "libnvidia-", "libcudadebugger")  # the list of native/audit/sites.c
 PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -24,3 +25,8 @@ def library_names(paths: Sequence[str]) -> dict[str, str]:
     for name in names.values():
         seen[name] = seen.get(name, 0) + 1
     return {path: name if seen[name] == 1 else path.lstrip("/") for path, name in names.items()}
+
+
+def is_driver(path: str) -> bool:
+    """Whether a library belongs to the NVIDIA driver, by its name."""
+    return PurePosixPath(path).name.startswith(DRIVER)

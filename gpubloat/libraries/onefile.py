@@ -158,7 +158,7 @@ def _add_regions(
 
 
 def _element_rows(reader: Reader, file: _File, index: int, e: Element, base: int) -> Iterator[tuple[Any, ...]]:
-    if e.kind == "unknown":
+    if e.kind == "unknown" and e.kind_code:  # 0: an element that was removed
         detail = f"element kind 0x{e.kind_code:x} is not known; its {e.payload_size} bytes are counted, not read"
         file.problems.append((e.offset + base, "unknown_kind", detail))
     size = e.uncompressed_size if e.is_compressed else e.payload_size

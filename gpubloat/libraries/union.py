@@ -34,7 +34,8 @@ class Usage:
     `functions` are file offsets of starts, `elements` are (region, element), `headers` file offsets of element headers.
     `cpu_problem` says why unused functions are not known. `is_gpu_known`: all of these runs recorded the use of GPU
     code; `is_gpu_complete`: they saw every look-up, so that also elements on no whole page of their own are known;
-    `is_target_known`: none of them used a GPU that it cannot name.
+    `is_target_known`: none of them used a GPU that it cannot name; `is_watched`: all recorded first touches of its GPU
+    code.
     """
 
     targets: set[str] = field(default_factory=set)
@@ -42,6 +43,7 @@ class Usage:
     is_gpu_known: bool = True
     is_gpu_complete: bool = True
     is_target_known: bool = True
+    is_watched: bool = True
     functions: Array = field(default_factory=lambda: np.zeros(0, np.int64))
     elements: set[tuple[int, int]] = field(default_factory=set)
     headers: set[int] = field(default_factory=set)
@@ -122,6 +124,7 @@ def _add_loaded(run: Run, found: dict[str, Library]) -> None:
         usage.cpu_problem = usage.cpu_problem or problem
         usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"])
         usage.is_gpu_complete &= is_complete
+        usage.is_watched &= bool(row["n_pages_guarded"])
         usage.is_target_known &= bool(_targets(run)) or bool(run.provenance["is_gpu_traced"])
 
 

@@ -103,7 +103,7 @@ class Misses(Table):
     library: Series[str] = column("see loaded")
     what: Series[str] = column("kind of code", isin=["function", "element"])
     function: Series[str] = column("symbol name, mangled; empty for elements and where no symbol names it")
-    offset_bytes: Series[int] = column("file offset of the function or of the element header", ge=0)
+    offset_bytes: Series[int] = column("file offset of what had been removed: function body or payload", ge=0)
     size_bytes: Series[int] = column("bytes that had been removed there", ge=0)
     region: Series[pd.Int64Dtype] = column("see regions", nullable=True, ge=0)
     element: Series[pd.Int64Dtype] = column("see elements", nullable=True, ge=0)

@@ -112,7 +112,7 @@ def test_restore_brings_everything_back(copy: Copy, tmp_path: Path) -> None:
     assert text.split() == ["4", "7", *map(str, range(16)), *map(str, range(4))]
     pages = {(m.offset - copy.gpu) // PAGE: m.is_whole for m in found.misses if m.what == "page"}
     pages = {page: is_whole for page, is_whole in pages.items() if page < 16}
-    assert pages == {3: True, 4: True, 5: False}
+    assert pages == {3: True, 5: False}  # with page 3 all that only the same element has came back
     assert [m.offset for m in found.misses if m.what == "function"] == [copy.function]
 
 

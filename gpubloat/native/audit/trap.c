@@ -180,64 +180,105 @@ static void on_trap(int number, siginfo_t *info, void *context)
 
 /* --- GPU code ---------------------------------------------------------------------------------------------------- */
 
-/* Bytes of removed elements in one page: is the whole page one element's? Copies them from the original if `to` is set. */
-static bool removed_in_page(const struct module *m, uint64_t offset, uint8_t *to, bool *is_whole)
+/* Copy the removed bytes of one page of a writable segment from the original. */
+static void fill_page(const struct module *m, uint64_t offset, uint8_t *to)
 {
-    uint64_t i = range_from(m, offset);
-    bool any = false;
-    *is_whole = false;
-    for (; i < m->n_ranges && m->ranges[i].offset < offset + PAGE; i++) {
+    for (uint64_t i = range_from(m, offset); i < m->n_ranges && m->ranges[i].offset < offset + PAGE; i++) {
         const struct range *r = &m->ranges[i];
-        if (r->kind != RANGE_ELEMENT)
-            continue;
         uint64_t begin = r->offset > offset ? r->offset : offset;
         uint64_t end = r->offset + r->size < offset + PAGE ? r->offset + r->size : offset + PAGE;
         if (end > m->file_size)
             end = m->file_size;
-        if (to && end > begin)
+        if (r->kind == RANGE_ELEMENT && end > begin)
             memcpy(to + (begin - offset), m->file + begin, end - begin);
-        *is_whole |= end - begin == PAGE;
-        any = true;
     }
-    return any;
 }
 
-/* The page at `vaddr` of the original in the place of the copy's. Where the segment is not writable nothing in it was
-   changed since it was mapped, so it is the file's page, shared and in one step. */
-static bool restore_page(const struct module *m, const struct segment *s, uint64_t vaddr, uint64_t offset)
+/* The removed element that has the page at `offset` for itself, or NULL. */
+static const struct range *owner(const struct module *m, uint64_t offset)
 {
-    void *page = (void *)(m->bias + vaddr);
-    bool is_whole;
+    uint64_t i = range_from(m, offset);
+    const struct range *r = i < m->n_ranges ? &m->ranges[i] : NULL;
+    bool is_whole = r && r->kind == RANGE_ELEMENT && r->offset <= offset && r->offset + r->size >= offset + PAGE;
+    return is_whole ? r : NULL;
+}
+
+/* Pages [vaddr, end) of the original in the place of the copy's. Where the segment is not writable nothing in it was
+   changed since it was mapped, so these are the file's pages, shared and in one step. */
+static bool restore_pages(const struct module *m, const struct segment *s, uint64_t vaddr, uint64_t end)
+{
+    void *first = (void *)(m->bias + vaddr);
+    uint64_t offset = s->offset + vaddr - s->vaddr;
     if (s->prot & PROT_WRITE) {
-        if (mprotect(page, PAGE, PROT_READ | PROT_WRITE))
+        if (mprotect(first, end - vaddr, PROT_READ | PROT_WRITE))
             return false;
-        removed_in_page(m, offset, page, &is_whole);
-        return !mprotect(page, PAGE, s->prot);
+        for (uint64_t at = 0; at < end - vaddr; at += PAGE)
+            fill_page(m, offset + at, (uint8_t *)first + at);
+        return !mprotect(first, end - vaddr, s->prot);
     }
     int fd = open(m->path, O_RDONLY | O_CLOEXEC);
-    void *got = fd < 0 ? MAP_FAILED : mmap(page, PAGE, s->prot, MAP_PRIVATE | MAP_FIXED, fd, offset);
+    void *got = fd < 0 ? MAP_FAILED : mmap(first, end - vaddr, s->prot, MAP_PRIVATE | MAP_FIXED, fd, offset);
     if (fd >= 0)
         close(fd);
     return got != MAP_FAILED;
+}
+
+static const struct run *run_of(const struct module *m, uint64_t vaddr)
+{
+    for (uint64_t low = 0, high = m->n_runs; low < high;) {
+        uint64_t middle = (low + high) / 2;
+        const struct run *r = &m->runs[middle];
+        if (vaddr < r->vaddr)
+            high = middle;
+        else if (vaddr >= r->vaddr + r->n_pages * PAGE)
+            low = middle + 1;
+        else
+            return r;
+    }
+    return NULL;
+}
+
+/* A shut page of a copy was touched: log it, and bring the original back, with all pages that only the same element has. */
+static bool meet_removed_page(const struct module *m, const struct segment *s, const struct run *run, uint64_t vaddr,
+                              bool is_first)
+{
+    uint64_t offset = s->offset + vaddr - s->vaddr, begin = vaddr, end = vaddr + PAGE;
+    const struct range *r = owner(m, offset);
+    if (r) {
+        uint64_t low = s->vaddr + (r->offset - s->offset), high = low + r->size;
+        begin = (low + PAGE - 1) & -PAGE;
+        end = high & -PAGE;
+        if (begin < run->vaddr)
+            begin = run->vaddr;
+        if (end > run->vaddr + run->n_pages * PAGE)
+            end = run->vaddr + run->n_pages * PAGE;
+        for (uint64_t at = begin; at < end; at += PAGE)
+            if (at != vaddr)
+                m->touched[run->first + (at - run->vaddr) / PAGE] = 1;
+    }
+    if (is_first) {
+        char text[1400];
+        snprintf(text, sizeof text, "page\t%s\t%lu\t%s\t%s", options.guard == GUARD_RESTORE ? "restored" : "reported",
+                 offset, r ? "whole" : "edge", m->path);
+        note("miss", text);
+        if (r && options.guard == GUARD_REPORT) {
+            snprintf(text, sizeof text,
+                     "gpubloat: %s: GPU code at offset 0x%lx was removed (unused in the traced runs) and is loaded now; "
+                     "trace this command, too: gpubloat libraries trace --out RUN -- COMMAND\n",
+                     m->path, offset);
+            say(text);
+        }
+    }
+    if (options.guard == GUARD_RESTORE && restore_pages(m, s, begin, end))
+        return true;
+    return !mprotect((void *)(m->bias + begin), end - begin, s->prot);
 }
 
 /* True if `address` was on a shut page, which is open now. */
 static bool open_page(const struct module *m, uint64_t address)
 {
     uint64_t vaddr = (address - m->bias) & -PAGE;
-    const struct run *run = NULL;
-    for (uint64_t low = 0, high = m->n_runs; low < high;) {
-        uint64_t middle = (low + high) / 2;
-        const struct run *r = &m->runs[middle];
-        if (vaddr < r->vaddr) {
-            high = middle;
-        } else if (vaddr >= r->vaddr + r->n_pages * PAGE) {
-            low = middle + 1;
-        } else {
-            run = r;
-            break;
-        }
-    }
+    const struct run *run = run_of(m, vaddr);
     if (!run)
         return false;
     uint8_t *touched = &m->touched[run->first + (vaddr - run->vaddr) / PAGE];
@@ -247,32 +288,12 @@ static bool open_page(const struct module *m, uint64_t address)
     if (!s || *touched == 255)
         return false; /* it was opened again and again: the fault has another reason */
     bool is_first = !__atomic_fetch_add(touched, 1, __ATOMIC_RELAXED);
-    void *page = (void *)(m->bias + vaddr);
-    if (!options.swap) {
-        if (!mprotect(page, PAGE, s->prot))
-            return true;
-        /* More mappings than the kernel allows: give up the rest of this run. */
-        return !mprotect((void *)(m->bias + run->vaddr), run->n_pages * PAGE, s->prot);
-    }
-    uint64_t offset = s->offset + vaddr - s->vaddr;
-    bool is_whole = false;
-    removed_in_page(m, offset, NULL, &is_whole);
-    if (is_first) {
-        char text[1200];
-        const char *action = options.guard == GUARD_RESTORE ? "restored" : "reported";
-        snprintf(text, sizeof text, "page\t%s\t%lu\t%s\t%s", action, offset, is_whole ? "whole" : "edge", m->path);
-        note("miss", text);
-        if (is_whole && options.guard == GUARD_REPORT) {
-            snprintf(text, sizeof text,
-                     "gpubloat: %s: GPU code at offset 0x%lx was removed (unused in the traced runs) and is loaded now; "
-                     "trace this command, too: gpubloat libraries trace --out RUN -- COMMAND\n",
-                     m->path, offset);
-            say(text);
-        }
-    }
-    if (options.guard == GUARD_RESTORE && restore_page(m, s, vaddr, offset))
+    if (options.swap)
+        return meet_removed_page(m, s, run, vaddr, is_first);
+    if (!mprotect((void *)(m->bias + vaddr), PAGE, s->prot))
         return true;
-    return !mprotect(page, PAGE, s->prot);
+    /* More mappings than the kernel allows: give up the rest of this run. */
+    return !mprotect((void *)(m->bias + run->vaddr), run->n_pages * PAGE, s->prot);
 }
 
 static void on_fault(int number, siginfo_t *info, void *context)
