@@ -6,16 +6,19 @@ GPUBLOAT_DIR is where they write; GPUBLOAT_FUNCTIONS, GPUBLOAT_PAGES, GPUBLOAT_P
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gpubloat.errors import GpubloatError, MissingToolError
 from gpubloat.native import build
+from gpubloat.run import refuse_overwrite
 
 AUDIT_SOURCES = tuple(f"audit/{name}.c" for name in ("audit", "log", "sites", "plant", "swap", "trap"))
 OURS = ("GPUBLOAT_DIR", "GPUBLOAT_FUNCTIONS", "GPUBLOAT_PAGES", "GPUBLOAT_PLAN", "GPUBLOAT_GUARD")
@@ -51,11 +54,23 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
         process = subprocess.Popen(list(command), env=dict(env))
     except OSError as error:
         raise GpubloatError(f"{command[0]} cannot be started: {error.strerror}") from None
+    if threading.current_thread() is not threading.main_thread():
+        return process.wait()  # only the main thread gets signals, and only it may say what they do
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         return process.wait()
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def check_out(out: str | os.PathLike[str], force: bool) -> None:
+    """GpubloatError if a run cannot be kept in `out`: said before a command that may run for hours, not after it."""
+    folder = Path(os.path.abspath(out))
+    refuse_overwrite(folder, force)
+    there = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+        why = "may not be written" if there.is_dir() else "is a file"
+        raise GpubloatError(f"{out} cannot be written: {there} {why}", "name another folder")
 
 
 def cupti_library() -> tuple[Path | None, str]:

@@ -25,7 +25,7 @@ from gpubloat.tables import targets as gpu_targets
 
 METHOD = {
     "elements": "kept if any run used them or nothing is known of them; else removed, for reason I or II",
-    "functions": "removed if watched in every run and entered in none, with bounds from the unwind table; else kept",
+    "functions": "removed if watched in every run and entered in none, with known bounds; else kept",
     "allocated_bytes": "512 x st_blocks of the copy; of the original, its size in whole pages",
     "zstd_bytes": "zstd level 3 of the whole file",
 }

@@ -9,6 +9,7 @@ or not, and would have all of them back. What was met becomes a Run that `debloa
 
 from __future__ import annotations
 
+import hashlib
 import os
 import tempfile
 import time
@@ -17,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 import pandas as pd
 
 from gpubloat.errors import GpubloatError
@@ -25,8 +27,8 @@ from gpubloat.libraries.elf import MAGIC, PF_W, PT_LOAD, Array, Elf
 from gpubloat.libraries.inputs import Input, opened
 from gpubloat.libraries.locate import RANGE
 from gpubloat.libraries.manifest import Entry, Manifest
-from gpubloat.libraries.record import PAGE, Miss, Record
-from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
+from gpubloat.libraries.record import Miss, Record
+from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables.usage import Misses
 
 GUARDS = ("off", "report", "restore", "restore-cpu")
@@ -36,6 +38,7 @@ METHOD = {
 }
 CHANGED = 3  # kind of a range that the guard leaves alone
 _CHUNK = 64 << 20
+_BLOCK = 64
 
 
 def execute(
@@ -65,7 +68,7 @@ def execute(
     GpubloatError : no debloated folder, a library that changed since, a command that cannot be started.
     """
     if out is not None:
-        refuse_overwrite(Path(out), force)
+        attach.check_out(out, force)
     about = manifest.read(folder)
     with tempfile.TemporaryDirectory(prefix="gpubloat-record-") as logs:
         with environment(folder, guard, logs) as variables:
@@ -95,7 +98,7 @@ def environment(
 ) -> Iterator[dict[str, str]]:
     """Variables that put a command onto the copies of `folder`; records go to the folder `logs`.
 
-    GpubloatError where an original is gone or has another size than was debloated.
+    GpubloatError where an original is gone or is not the file that was debloated.
     """
     if guard not in GUARDS:
         raise GpubloatError(f"{guard!r} is no mode of the guard", f"known: {', '.join(GUARDS)}")
@@ -115,13 +118,16 @@ def environment(
 def _line(place: Path, entry: Entry, changed: Path) -> str:
     """One line of the plan that the audit library reads."""
     try:
-        size = os.stat(entry.path).st_size
+        now = os.stat(entry.path)
     except OSError as error:
         raise GpubloatError(
             f"the original {entry.path} cannot be read: {error.strerror}", "copies run in the place of their originals"
         ) from None
     copy = manifest.inside(place, entry.copy)
-    if size != entry.bytes or not copy.is_file() or copy.stat().st_size != size:
+    size = entry.bytes
+    if not copy.is_file() or copy.stat().st_size != size:
+        raise GpubloatError(f"the copy of {entry.library} is damaged", "debloat again")
+    if now.st_size != size or (now.st_ctime_ns > (place / manifest.NAME).stat().st_mtime_ns and not _is_same(entry)):
         raise GpubloatError(f"{entry.library} is not the version that was debloated", "trace and debloat it again")
     if any(character in f"{entry.path}{copy}" for character in "\t\n"):
         raise GpubloatError(f"{entry.library} has a tab or a newline in its path", "rename its folder")
@@ -137,26 +143,49 @@ def _line(place: Path, entry: Entry, changed: Path) -> str:
     return f"{os.path.realpath(entry.path)}\t{copy}\t{ranges}\t{size}\n"
 
 
-def _changed(original: str, copy: Path) -> Array:
-    """The pages of writable segments in which two files of one size differ, as ranges (dtype of `manifest.ranges`).
+def _is_same(entry: Entry) -> bool:
+    """By content: for files that somebody touched since, as `apply` does."""
+    try:
+        with open(entry.path, "rb") as file:
+            found = hashlib.file_digest(file, "sha256").hexdigest()
+    except OSError as error:
+        raise GpubloatError(f"the original {entry.path} cannot be read: {error.strerror}") from None
+    if found == entry.sha256_copy:
+        hint = "run the command as it is, or put the originals back first: gpubloat libraries restore DIR"
+        raise GpubloatError(f"{entry.library} is replaced by its copy already", hint)
+    return found == entry.sha256
 
-    The others are mapped whole. Moved elements differ in more than what was removed.
+
+def _changed(original: str, copy: Path) -> Array:
+    """Where two files of one size differ in writable segments, as ranges (dtype of `manifest.ranges`).
+
+    To the byte: beside them can be what the loader has written already (.dynamic). Other segments are mapped whole.
+    Moved elements differ in more than what was removed.
     """
     with opened(Input(original, "", original)) as reader:
         segments = Elf(reader).segments
         writable = segments[(segments["p_type"] == PT_LOAD) & (segments["p_flags"] & PF_W != 0)]
     before, after = np.memmap(original, np.uint8, "r"), np.memmap(copy, np.uint8, "r")
-    found = []
+    found: list[tuple[int, int]] = []
     for segment in writable:
         start, stop = int(segment["p_offset"]), int(segment["p_offset"] + segment["p_filesz"])
-        for at in range(start // PAGE * PAGE, stop, _CHUNK):
+        for at in range(start, stop, _CHUNK):
             differs = before[at : min(at + _CHUNK, stop)] != after[at : min(at + _CHUNK, stop)]
-            pages = np.logical_or.reduceat(differs, np.arange(0, len(differs), PAGE)) if len(differs) else differs
-            found += [(max(at + page * PAGE, start), stop) for page in np.flatnonzero(pages).tolist()]
+            found += [(at + begin, end - begin) for begin, end in _runs(differs)]
     ranges = np.zeros(len(found), RANGE)
-    for row, (begin, stop) in enumerate(found):
-        ranges[row] = (begin, min((begin // PAGE + 1) * PAGE, stop) - begin, CHANGED, row)
+    for row, (begin, size) in enumerate(found):
+        ranges[row] = (begin, size, CHANGED, row)
     return np.sort(ranges, order="offset")
+
+
+def _runs(differs: npt.NDArray[np.bool_]) -> Iterator[tuple[int, int]]:
+    """Begin and end of runs of True, over gaps that are too small for anything the loader writes as a whole."""
+    if not len(differs):
+        return
+    blocks = np.logical_or.reduceat(differs, np.arange(0, len(differs), _BLOCK))
+    for first, last in np.flatnonzero(np.diff(blocks, prepend=False, append=False)).reshape(-1, 2).tolist():
+        inside = differs[first * _BLOCK : last * _BLOCK]
+        yield first * _BLOCK + int(inside.argmax()), first * _BLOCK + len(inside) - int(inside[::-1].argmax())
 
 
 def problems(found: Record) -> list[str]:

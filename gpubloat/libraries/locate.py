@@ -16,17 +16,17 @@ Elements of fatbins
                   touches of their pages were recorded in every run and there was none. Raw cubins never for reason I.
   concatenated    removed as a whole or not at all: reason I if no member fits, reason II like a cubin.
   unknown kinds   kept always: nothing tells the driver's rule for them.
-A range is the payload, and the kind in the header, which becomes 0: the driver then passes over the element. The rest of
-the header stays (a zeroed one sends the driver into an endless loop). Without the kind, an eager driver would try the
-zeroed code and report an invalid image when CUDA starts.
+A range is the payload, and the kind in the header, which becomes 0: the driver then passes over the element. The rest
+of the header stays (a zeroed one sends the driver into an endless loop). Without the kind, an eager driver would try
+the zeroed code and report an invalid image when CUDA starts.
 Libraries of the driver belong to the host, not to the environment: nothing of them is removed (`names.is_driver`).
 
 Functions (x86-64 only: elsewhere the fill would be no trap)
   removed as `unused_function` if the library's functions were watched in every run that loaded it, no run entered it,
-  its bounds come from the unwind table or a sized symbol, and nothing else starts or lies inside. Kept always: `.init`, `.fini`, `.plt*`;
-  what the loader calls itself (`entries.fixed`); cold parts of functions in use, by name, and by the jumps into them
-  where no name tells; code that a function in use jumps into, or takes an address of, behind its start; all of the
-  run-time support of compilers (`RUNTIMES`).
+  its bounds come from the unwind table or a sized symbol, and nothing else starts or lies inside. Kept always: `.init`,
+  `.fini`, `.plt*`; what the loader calls itself (`entries.fixed`); cold parts of functions in use, by name, and by the
+  jumps into them where no name tells; code that a function in use jumps into, or takes an address of, behind its start;
+  all of the run-time support of compilers (`RUNTIMES`).
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ COLUMNS = ("what", "offset_bytes", "size_bytes", "region", "element", "reason")
 class Plan:
     """What goes from one library.
 
-    `removed` is the table of that name without `library`, sorted by offset; `ranges` (dtype RANGE) is its bytes, and the
-    kinds of its elements, sorted and disjoint, with `id` the row number; `n_unknown` counts functions kept for want of
-    knowledge.
+    `removed` is the table of that name without `library`, sorted by offset; `ranges` (dtype RANGE) is its bytes, and
+    the kinds of its elements, sorted and disjoint, with `id` the row number; `n_unknown` counts functions kept for want
+    of knowledge.
     """
 
     removed: pd.DataFrame
@@ -97,22 +97,30 @@ def plan(
         parts.append(found)
     removed = pd.concat([p for p in parts if len(p)] or parts[:1], ignore_index=True)
     removed = removed.sort_values("offset_bytes", kind="stable", ignore_index=True)
-    removed = removed[_disjoint(removed, reader.size)].reset_index(drop=True)
-    return Plan(removed, _ranges(removed, tables["elements"]), n_unknown)
+    header = _headers(removed, tables["elements"])
+    is_sound = _disjoint(removed, header, reader.size)
+    removed = removed[is_sound].reset_index(drop=True)
+    return Plan(removed, _ranges(removed, header[is_sound]), n_unknown)
 
 
-def _ranges(removed: pd.DataFrame, table: pd.DataFrame) -> Array:
+def _headers(removed: pd.DataFrame, table: pd.DataFrame) -> Array:
+    """Bytes of the header in front of each row of `removed`: 0 for functions and for cubins without a fatbin."""
+    outer = table.loc[table["member"].isna(), ["offset_bytes", "header_bytes"]]
+    sizes = dict(zip(outer["offset_bytes"] + outer["header_bytes"], outer["header_bytes"]))
+    header = removed["offset_bytes"].map(sizes).fillna(0).to_numpy(np.int64)
+    found: Array = np.where(removed["what"] == "element", header, 0)
+    return found
+
+
+def _ranges(removed: pd.DataFrame, header: Array) -> Array:
     """Bodies and payloads, and the kind in the header of each element that has one."""
     ranges = np.zeros(len(removed), RANGE)
     ranges["offset"], ranges["size"] = removed["offset_bytes"], removed["size_bytes"]
     ranges["kind"] = np.where(removed["what"] == "function", CPU, GPU)
     ranges["id"] = np.arange(len(removed))
-    outer = table.loc[table["member"].isna(), ["offset_bytes", "header_bytes"]]
-    payload = outer["offset_bytes"] + outer["header_bytes"]
-    header = removed["offset_bytes"].map(dict(zip(payload, outer["header_bytes"]))).fillna(0).to_numpy(np.uint64)
-    is_headed = (header > 0) & (ranges["kind"] == GPU)
+    is_headed = header >= _KIND_BYTES
     kinds = ranges[is_headed].copy()
-    kinds["offset"] -= header[is_headed]
+    kinds["offset"] -= header[is_headed].astype(np.uint64)
     kinds["size"] = _KIND_BYTES
     return np.sort(np.concatenate([ranges, kinds]), order="offset")
 
@@ -194,7 +202,7 @@ def functions(reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage:
         looked |= sources
         candidate &= ~entries.jumped_into(reader, address, offset, size, sources, is_cold)
     candidate &= ~_overlaps(offset, size, offset[~candidate], size[~candidate])
-    return _rows(table[candidate]), int((~used & ~bounded).sum())
+    return _rows(table.assign(size_bytes=size)[candidate]), int((~used & ~bounded).sum())
 
 
 def _without_marks(reader: Reader, offset: Array, size: Array, is_fde: Array) -> Array:
@@ -247,10 +255,11 @@ def _cold_of_used(table: pd.DataFrame, used: Array) -> Array:
     return cold
 
 
-def _disjoint(removed: pd.DataFrame, file_size: int) -> Array:
-    """Rows that lie in the file and behind all before them. Only damaged files have others."""
+def _disjoint(removed: pd.DataFrame, header: Array, file_size: int) -> Array:
+    """Rows that lie in the file and, headers included, behind all before them. Only damaged files have others."""
     start = removed["offset_bytes"].to_numpy(np.int64)
     stop = start + removed["size_bytes"].to_numpy(np.int64)
+    start = start - header
     before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]) if len(stop) else stop
     found: Array = (start >= before) & (stop <= file_size)
     return found

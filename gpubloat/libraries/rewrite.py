@@ -4,11 +4,11 @@ Everything passes through one buffer, which is hashed, too. copy_file_range woul
 0.7 s, but the copy's sha256 needs its bytes anyway (0.35 s).
 
 Layout ``zeroed`` keeps every offset: payloads and the kinds of their elements become zero, function bodies 0xCC (int3),
-so that a call traps at its first instruction. Layout ``moved`` moves the kept elements to the front of their region, lowers the region's size and
-zeroes its tail; regions stay where they are, so wrappers and the pointer lists of version 2 wrappers stay valid.
-A region in which nothing is kept gets size 0: on an H200 (driver 580, lazy and eager) that gives the same errors at the
-same calls as the original region, whose code fits no GPU of the targets: cuLibraryLoadData succeeds, cuModuleLoadData
-and cuLibraryGetKernel give CUDA_ERROR_NO_BINARY_FOR_GPU.
+so that a call traps at its first instruction. Layout ``moved`` moves the kept elements to the front of their region,
+lowers the region's size and zeroes its tail; regions stay where they are, so wrappers and the pointer lists of version
+2 wrappers stay valid. A region in which nothing is kept gets size 0: on an H200 (driver 580, lazy and eager) that gives
+the same errors at the same calls as the original region, whose code fits no GPU of the targets: cuLibraryLoadData
+succeeds, cuModuleLoadData and cuLibraryGetKernel give CUDA_ERROR_NO_BINARY_FOR_GPU.
 
 Holes. Pages that were removed whole are not written, so they take no block on disk. That is so for payloads, and for
 pages inside one removed function: in libtorch_cpu (torch 2.13) 71 of 250 MB of bounded functions are such pages, a

@@ -29,7 +29,7 @@ from gpubloat.libraries.names import library_names
 from gpubloat.libraries.onefile import Options, Tables
 from gpubloat.libraries.record import PAGE, Record, Watched
 from gpubloat.libraries.scan import scan_each
-from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
+from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables import targets
 from gpubloat.tables.usage import TABLES as USAGE
 
@@ -39,6 +39,7 @@ METHOD = {
     "processes": "all that the environment reaches: not a process that clears LD_AUDIT, and no static program",
 }
 NOT_ASKED = "not asked for"
+GONE = "the file was gone or changed when the run ended"
 SCANNED = ("libraries", "regions", "elements", "functions", "problems")
 
 
@@ -94,7 +95,8 @@ def trace(
     GpubloatError : the command cannot be started, or this system has no such loader. MissingToolError : no compiler.
     """
     if out is not None:
-        refuse_overwrite(Path(out), force)
+        attach.check_out(out, force)
+    target = f"sm_{targets.gpu(target)}" if target else None
     given = dict(os.environ if env is None else env)
     folder = Path(tempfile.mkdtemp(prefix="gpubloat-record-"))
     try:
@@ -140,8 +142,9 @@ def _collect(
     """Turn the record into tables; what run.json says about them."""
     started = time.monotonic()
     found = record.read(folder)
+    found.libraries = _one_each(found.libraries)
     logs = cuptilog.read_all(folder)
-    gpus = [f"sm_{targets.gpu(target)}"] if target else evidence.gpus(logs)
+    gpus = [target] if target else evidence.gpus(logs)
     names = library_names([w.path for w in found.libraries])
     kept: dict[str, list[pd.DataFrame]] = {"regions": [], "elements": [], "problems": []}
     loaded: list[dict[str, Any]] = []
@@ -158,7 +161,8 @@ def _collect(
                 writer.append(name, tables[name])
                 if name in kept:
                     kept[name].append(tables[name])
-        touched[library], guarded[library] = page_offsets(watched)
+        if tables:
+            touched[library], guarded[library] = page_offsets(watched)
     whole = {name: pd.concat(parts, ignore_index=True) if parts else None for name, parts in kept.items()}
     paths = {names[w.path]: w.path for w in found.libraries}
     if whole["elements"] is not None and whole["regions"] is not None:
@@ -182,6 +186,17 @@ def _collect(
     }
 
 
+def _one_each(libraries: Sequence[Watched]) -> list[Watched]:
+    """Each path once. Where several files were loaded under one path, what was used of which no longer tells much."""
+    found: dict[str, Watched] = {}
+    for watched in libraries:
+        known = found.setdefault(watched.path, watched)
+        if known is not watched:
+            known.problem = GONE
+            known.processes |= watched.processes
+    return list(found.values())
+
+
 def _scanned(
     libraries: Sequence[Watched],
     names: Mapping[str, str],
@@ -190,8 +205,9 @@ def _scanned(
     progress: bool,
 ) -> Iterator[tuple[Watched, Tables]]:
     """The scan tables of each library of the record; none of a file that is gone."""
-    there = [w for w in libraries if os.path.isfile(w.path) and os.path.getsize(w.path) == w.file_bytes]
-    gone = [w for w in libraries if w not in there]
+    is_there = [not w.problem.startswith(GONE) and w.is_there() for w in libraries]
+    there = [w for w, here in zip(libraries, is_there) if here]
+    gone = [w for w, here in zip(libraries, is_there) if not here]
     files = [Input(names[w.path], os.path.dirname(names[w.path]) or "/", w.path) for w in there]
     yield from zip(there, scan_each(files, options, executor, progress), strict=True)
     yield from ((w, {}) for w in gone)
@@ -228,7 +244,7 @@ def page_offsets(watched: Watched) -> tuple[Array, Array]:
 
 def _loaded(watched: Watched, library: str, tables: Tables, n_used: int) -> dict[str, Any]:
     scanned = tables.get("libraries")
-    problem = watched.problem or ("" if scanned is not None else "the file was gone or changed when the run ended")
+    problem = watched.problem or ("" if scanned is not None else GONE)
     if not problem and not len(watched.sites):
         problem = "functions were not asked for" if len(watched.runs) else "no function starts are known"
     return {

@@ -2,7 +2,8 @@
 
 An element or a function counts as used if any run used it. A library that only some runs loaded is decided by those
 runs. Runs under the guard add what they missed. Under eager loading the driver loads elements used or not: such a run
-says nothing of GPU code if a lazy run of the same workload is there; else all that it loaded counts as used.
+says nothing of a library's GPU code if a lazy run of the same workload loaded it, too; else all that it loaded counts
+as used.
 """
 
 from __future__ import annotations
@@ -90,13 +91,13 @@ def libraries(runs: Sequence[Run]) -> list[Library]:
     for run in runs:
         if _is_trace(run):
             _add_loaded(run, found)
-    lazy = {run.provenance.get("workload") for run in runs if run.provenance.get("loading") == "lazy"}
+    lazy = {pair for run in runs if run.provenance.get("loading") == "lazy" for pair in _loaded(run)}
     for run in runs:
-        is_superseded = run.provenance.get("loading") == "eager" and run.provenance.get("workload") in lazy
-        for name in ("used_functions", "misses") if is_superseded else ("used_functions", "evidence", "misses"):
+        superseded = lazy & _loaded(run) if run.provenance.get("loading") == "eager" else set()
+        for name in ("used_functions", "evidence", "misses"):
             if name in tuple(run):
                 for library, rows in _by_library(run[name]):
-                    if library in found:
+                    if library in found and (name != "evidence" or (_workload(run), library) not in superseded):
                         _add_use(found[library].usage, name, rows, run)
     for entry in found.values():
         entry.usage.functions = np.unique(entry.usage.functions)
@@ -126,6 +127,17 @@ def _add_loaded(run: Run, found: dict[str, Library]) -> None:
         usage.is_gpu_complete &= is_complete
         usage.is_watched &= bool(row["n_pages_guarded"])
         usage.is_target_known &= bool(_targets(run)) or bool(run.provenance["is_gpu_traced"])
+
+
+def _workload(run: Run) -> str:
+    name = run.provenance.get("workload")
+    return name if isinstance(name, str) else ""
+
+
+def _loaded(run: Run) -> set[tuple[str, str]]:
+    """(workload, library) of all that a run loaded; none without a workload's name, for then no run is of the same."""
+    name = _workload(run)
+    return {(name, str(library)) for library in run["loaded"]["library"]} if name and _is_trace(run) else set()
 
 
 def _scanned(run: Run, wanted: set[str]) -> dict[str, dict[str, pd.DataFrame]]:

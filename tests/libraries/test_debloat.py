@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -27,6 +28,7 @@ from gpubloat.libraries.debloat import debloat
 from gpubloat.libraries.inputs import Input, opened
 from gpubloat.libraries.locate import CPU, GPU, RANGE, Plan
 from gpubloat.run import Run
+from tests import oracles
 from tests.build import elf, fatbin
 from tests.libraries import traced
 from tests.libraries.common import library
@@ -69,6 +71,16 @@ def debloated(path: Path, out: Path, **more: Any) -> Run:
     return debloat([run], out, **more)
 
 
+def listed(path: Path) -> Counter[tuple[str, str]]:
+    """What cuobjdump lists; skips the test where there is none."""
+    try:
+        return oracles.listed_elements(path)
+    except oracles.OracleError as error:
+        if "missing" in str(error):
+            pytest.skip(str(error))
+        raise
+
+
 def copy(out: Path, number: int = 0) -> Path:
     return out / manifest.read(out).libraries[number].copy
 
@@ -86,7 +98,9 @@ def gone(ranges: np.ndarray[Any, Any], size: int) -> np.ndarray[Any, Any]:
 
 
 def conserved(out: Path) -> None:
-    """Every byte outside of the removed ranges is the original's, and every byte inside of them is the fill."""
+    """Every byte outside of the removed ranges is the original's, and every byte inside of them is the fill; the ranges
+    are what `removed` names, and the kinds of its elements.
+    """
     run = Run.load(out)
     removed, rows = run["removed"], run["reduction"].set_index("library")
     for entry in manifest.read(out).libraries:
@@ -101,12 +115,14 @@ def conserved(out: Path) -> None:
             assert set(np.unique(after[mask])) <= {0, rewrite.TRAP}
         named = removed.iloc[ranges["id"]]
         assert set(named["library"]) == {entry.library}
-        assert named["offset_bytes"].tolist() == ranges["offset"].tolist()
-        assert named["size_bytes"].tolist() == ranges["size"].tolist()
-        assert ((named["what"] == "function").to_numpy() == (ranges["kind"] == CPU)).all()
+        own = removed[removed["library"] == entry.library]
+        elements = traced.scan(Path(entry.path), entry.library)["elements"]
+        assert ranges.tolist() == traced.expected_ranges(own, elements)
+        n_kinds = len(ranges) - len(own)
         row = rows.loc[entry.library]
-        assert row["cpu_removed_bytes"] + row["gpu_removed_bytes"] == mask.sum()
-        assert row["n_functions_removed"] + row["n_elements_removed"] == len(ranges)
+        assert row["cpu_removed_bytes"] + row["gpu_removed_bytes"] + 2 * n_kinds == mask.sum()
+        assert row["n_functions_removed"] == (ranges["kind"] == CPU).sum()
+        assert row["n_functions_removed"] + row["n_elements_removed"] == len(own)
         assert row["allocated_bytes_after"] == (out / entry.copy).stat().st_blocks * 512
     assert len(removed) == (rows["n_functions_removed"] + rows["n_elements_removed"]).sum()
 
@@ -199,6 +215,12 @@ def test_several_libraries_with_gpu_code(small: Path, tmp_path: Path, layout: st
         elements = tables["elements"]
         if layout == "moved":
             assert tables["regions"]["n_elements"].sum() == 1
+        else:
+            with opened(Input(name, name, str(tmp_path / "out" / entry.copy))) as reader:
+                kinds = [int.from_bytes(reader.view(at, 2), "little") for at in elements["offset_bytes"]]
+            places = zip(elements["region"], elements["element"])
+            assert kinds == [fatbin.CUBIN if place == kept else 0 for place in places]
+            assert (elements["kind"] != "unknown").tolist() == [kind != 0 for kind in kinds]
         assert len(tables["regions"]) == 2
         with opened(Input(name, name, str(tmp_path / "out" / entry.copy))) as reader:
             alive = [
@@ -209,6 +231,93 @@ def test_several_libraries_with_gpu_code(small: Path, tmp_path: Path, layout: st
                 if any(reader.view(at + 64, size))
             ]
         assert alive == [kept]
+
+
+@pytest.mark.parametrize("layout", rewrite.LAYOUTS)
+@pytest.mark.parametrize("options", [(), ("-compress-all",), ("-concat",)])
+def test_cuobjdump_lists_exactly_what_the_runs_used(
+    tmp_path: Path, targets: tuple[fatbin.Code, ...], options: tuple[str, ...], layout: str
+) -> None:
+    region = fatbin.packed(targets, options)
+    path = tmp_path / "a.so"
+    path.write_bytes(library(region * 3))
+    before = traced.scan(path, "a.so")
+    outer = before["elements"][before["elements"]["member"].isna()]
+    used = [(0, 0), (0, len(outer) // 3 - 1), (2, 0)]
+    run = debloat(traced.run(None, {"a.so": path}, elements={"a.so": used}), tmp_path / "out", layout=layout)
+    conserved(tmp_path / "out")
+    rows = before["elements"].set_index(["region", "element"])
+    kept = rows.drop(index=list(run["removed"][["region", "element"]].dropna().itertuples(index=False, name=None)))
+    assert set(used) <= set(kept.index)
+    assert len(run["removed"]) > len(outer) // 3
+    visible = oracles.visible(kept.reset_index(), before["regions"])
+    made = copy(tmp_path / "out")
+    if "-concat" in options and layout == "zeroed":
+        # Also of kind 0, cuobjdump reads the target, and a concatenated element has none (0): it gets one for this.
+        with pytest.raises(oracles.OracleError, match=r"missing|Invalid gpu architecture"):
+            oracles.listed_elements(made)
+        data = bytearray(made.read_bytes())
+        for place in outer[~pd.MultiIndex.from_frame(outer[["region", "element"]]).isin(kept.index)]["offset_bytes"]:
+            data[place + 28 : place + 32] = (90).to_bytes(4, "little")
+        made.write_bytes(data)
+    assert listed(made) == oracles.our_elements(visible)
+
+
+def test_linker_input_that_nothing_touched_goes(tmp_path: Path) -> None:
+    path = tmp_path / "a.so"
+    kinds = (fatbin.LTO_IR, fatbin.RELOCATABLE_PTX, fatbin.TILE_IR)
+    path.write_bytes(library(fatbin.region([fatbin.element(b"\5" * 20000, kind=kind) for kind in kinds])))
+    run = traced.run(None, {"a.so": path}, elements={"a.so": [(0, 1)]}, source="page")
+    found = debloat(run, tmp_path / "out")
+    conserved(tmp_path / "out")
+    removed = found["removed"].query("what == 'element'")
+    assert removed["element"].tolist() == [0, 2]
+    assert set(removed["reason"]) == {"unused_element"}
+    blind = traced.run(None, {"a.so": path}, pages=0)
+    assert set(debloat([run, blind], tmp_path / "blind")["removed"]["what"]) == {"function"}
+
+
+def test_libraries_of_the_driver_are_left_alone(small: Path, tmp_path: Path) -> None:
+    names = ("libcuda.so.1", "libnvidia-ml.so.1", "libcudadebugger.so.1")
+    drivers = {name: Path(shutil.copy(small, small.parent / name)) for name in names}
+    run = traced.run(None, {"libsmall.so": small, **drivers}, functions={"libsmall.so": ["used", "helper"]})
+    found = debloat(run, tmp_path / "out")
+    for table in ("libraries", "removed", "reduction"):
+        assert set(found[table]["library"]) == {"libsmall.so"}
+    assert [entry.library for entry in manifest.read(tmp_path / "out").libraries] == ["libsmall.so"]
+    assert sorted(p.name for p in (tmp_path / "out" / "files").rglob("*.so*")) == ["libsmall.so"]
+    for path in drivers.values():
+        path.unlink()  # it may be gone, too: nothing of it is read
+    debloat(run, tmp_path / "again")
+    conserved(tmp_path / "again")
+
+
+def test_a_run_of_the_driver_alone(small: Path, tmp_path: Path) -> None:
+    path = small.rename(small.parent / "libcuda.so.1")
+    found = debloat(traced.run(None, {"libcuda.so.1": path}), tmp_path / "out")
+    assert found["reduction"].empty
+    assert manifest.read(tmp_path / "out").libraries == []
+
+
+def test_copies_are_written_in_small_pieces(small: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    paths = {"libsmall.so": small, "a.so": tmp_path / "a.so"}
+    element = fatbin.element(np.random.default_rng(1).bytes(300_000))
+    paths["a.so"].write_bytes(library(fatbin.region([element, fatbin.element(bytes(300_000)), element])))
+    run = traced.run(None, paths, elements={"a.so": [(0, 0), (0, 2)]})
+    plain, pieces, write = debloat(run, tmp_path / "plain"), [], os.pwrite
+
+    def short(file: int, data: memoryview, at: int) -> int:
+        pieces.append((at, len(data)))
+        return write(file, data[: len(data) // 2 + 1], at)  # as a disk may
+
+    monkeypatch.setattr(rewrite.os, "pwrite", short)
+    debloat(run, tmp_path / "short")
+    assert rewrite.PIECE == 65536
+    assert max(length for _, length in pieces) == rewrite.PIECE
+    assert all(at // rewrite.PIECE == (at + length - 1) // rewrite.PIECE for at, length in pieces)
+    conserved(tmp_path / "short")
+    for number in range(len(plain["reduction"])):
+        assert copy(tmp_path / "short", number).read_bytes() == copy(tmp_path / "plain", number).read_bytes()
 
 
 @settings(max_examples=60, deadline=None)

@@ -13,13 +13,16 @@ from hypothesis import strategies as st
 
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import entries, locate, union
+from gpubloat.libraries.elf import PAGE
 from gpubloat.libraries.inputs import Input, opened
 from gpubloat.libraries.union import Usage
+from gpubloat.run import Run
 from tests.build import elf, fatbin
 from tests.libraries import traced
 from tests.libraries.common import library, view
 
 CUBIN, PTX, LTO, TILE, CONCAT = fatbin.CUBIN, fatbin.PTX, fatbin.LTO_IR, fatbin.TILE_IR, fatbin.CONCAT
+RELOCATABLE, RELOCATABLE_SECTION = fatbin.RELOCATABLE_PTX, "__nv_relfatbin"
 
 
 def planned(tmp_path: Path, data: bytes, usage: Usage | None = None, wanted: list[str] | None = None) -> locate.Plan:
@@ -29,7 +32,7 @@ def planned(tmp_path: Path, data: bytes, usage: Usage | None = None, wanted: lis
     with opened(Input("lib.so", "lib.so", str(path))) as reader:
         plan = locate.plan(reader, tables, usage, wanted)
     assert (plan.ranges["offset"][1:] >= (plan.ranges["offset"] + plan.ranges["size"])[:-1]).all()
-    assert plan.ranges["offset"].tolist() == plan.removed["offset_bytes"].tolist()
+    assert plan.ranges.tolist() == traced.expected_ranges(plan.removed, tables["elements"])
     return plan
 
 
@@ -70,7 +73,7 @@ def test_runs_remove_unused_code_of_their_own_gpu(tmp_path: Path) -> None:
     assert reasons(plan)[1, 0] == "unused_element"
     assert reasons(plan)[1, 1] == "other_architecture"
     assert (0, 1) not in reasons(plan)
-    assert (0, 5) not in reasons(plan), "LTO-IR that fits is input of a linker"
+    assert (0, 5) not in reasons(plan), "LTO-IR on no whole page of its own"
 
 
 def test_used_code_of_another_architecture_stays(tmp_path: Path) -> None:
@@ -112,17 +115,93 @@ def test_unknown_kinds_and_empty_payloads_stay(tmp_path: Path) -> None:
     assert set(reasons(planned(tmp_path, data, used()))) == {(0, 2)}
 
 
-def test_relocatable_code_goes_for_its_architecture_only(tmp_path: Path) -> None:
-    data = library(fatbin.region([one(number=80), one(number=90)]), section="__nv_relfatbin", wrapped=False)
-    assert reasons(planned(tmp_path, data, used())) == {(0, 0): "other_architecture"}
+def test_ranges_are_payloads_and_the_kinds_in_front_of_them(tmp_path: Path) -> None:
+    named = fatbin.element(b"\x07" * 64, number=80, identifier=b"a name", options=b"-O3")
+    data = library(fatbin.region([one(), named, one(), one(number=100)]))
+    plan = planned(tmp_path, data, None, ["sm_90"])
+    start = data.index(fatbin.region([one(), named])[16:])
+    second, fourth = start + 128, start + 256 + len(named)
+    assert plan.ranges.tolist() == [
+        (second, 2, locate.GPU, 0), (second + 64 + 8 + 8, 64, locate.GPU, 0),
+        (fourth, 2, locate.GPU, 1), (fourth + 64, 64, locate.GPU, 1),
+    ]  # fmt: skip
+    assert all(data[place : place + 4] == struct.pack("<HH", CUBIN, 0x0101) for place in (second, fourth))
+    assert len(plan.removed) == 2
+
+
+def test_elements_that_overlap_go_once(tmp_path: Path) -> None:
+    path = tmp_path / "lib.so"
+    path.write_bytes(library(fatbin.region([one(number=80), one(number=80), one(number=80)])))
+    tables = traced.scan(path, "lib.so")
+    # The header of the second would lie in the payload of the first: no scan says so, a damaged table can.
+    tables["elements"].loc[1, ["offset_bytes", "header_bytes"]] += [-32, 32]
+    with opened(Input("lib.so", "lib.so", str(path))) as reader:
+        plan = locate.plan(reader, tables, None, ["sm_90"])
+    assert reasons(plan) == dict.fromkeys([(0, 0), (0, 2)], "other_architecture")
+    assert (plan.ranges["offset"][1:] >= (plan.ranges["offset"] + plan.ranges["size"])[:-1]).all()
+
+
+BIG = 20000  # bytes of a payload that has whole pages, wherever it lies
+LINKED = [fatbin.element(bytes(BIG), kind=kind, number=90) for kind in (LTO, RELOCATABLE, TILE)]
+
+
+def test_input_of_linkers_goes_if_nothing_touched_it(tmp_path: Path) -> None:
+    data = library(fatbin.region([one(LTO), *LINKED]))  # the first one has no whole page
+    every = dict.fromkeys([(0, 1), (0, 2), (0, 3)], "unused_element")
+    for is_complete in (False, True):  # look-ups in the driver tell nothing of them
+        assert reasons(planned(tmp_path, data, used(is_gpu_complete=is_complete))) == every
+        assert not reasons(planned(tmp_path, data, used(is_gpu_complete=is_complete, is_watched=False)))
+    assert not reasons(planned(tmp_path, data, used(is_gpu_known=False)))
+    assert set(reasons(planned(tmp_path, data, used((0, 1))))) == set(every) - {(0, 1)}
+    assert not reasons(planned(tmp_path, data, None, ["sm_90"]))
+    other = fatbin.element(bytes(BIG), kind=LTO, number=120)
+    plan = planned(tmp_path, library(fatbin.region([other])), used(is_watched=False))
+    assert reasons(plan) == {(0, 0): "other_architecture"}
+
+
+def test_input_of_linkers_stays_where_nothing_is_watched(tmp_path: Path) -> None:
+    data = library(fatbin.region(LINKED), section=".rodata", wrapped=False)
+    assert not reasons(planned(tmp_path, data, used()))
+
+
+def test_relocatable_code_goes_for_its_architecture_or_if_nothing_touched_it(tmp_path: Path) -> None:
+    def held(*elements: bytes) -> bytes:
+        return library(fatbin.region(elements), section=RELOCATABLE_SECTION, wrapped=False)
+
+    assert reasons(planned(tmp_path, held(one(number=80), one()), used())) == {(0, 0): "other_architecture"}
+    big = [fatbin.element(bytes(BIG), number=number) for number in (80, 90, 90)]
+    old = {(0, 0): "other_architecture"}
+    assert reasons(planned(tmp_path, held(*big), used(is_watched=False))) == old
+    assert reasons(planned(tmp_path, held(*big), used((0, 1)))) == old | {(0, 2): "unused_element"}
+    assert not reasons(planned(tmp_path, held(*big), used((0, 0), (0, 1), (0, 2))))
+
+
+def cubins(packed: bool, section: str) -> bytes:
+    """Cubins for an sm_80 in host data, with no fatbin around them: one plain, or six packed. They begin with a page."""
+    cubin = fatbin.compiled("sm_80")
+    data = fatbin.compress(cubin, "zstd") if packed else cubin
+    file = elf.Elf()
+    file.rodata(section, (data + bytes(-len(data) % 16)) * (6 if packed else 1), align=PAGE)
+    return file.bytes()
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_raw_cubins_stay(tmp_path: Path, packed: bool) -> None:
-    cubin = fatbin.compiled("sm_80")
-    data = library(fatbin.compress(cubin, "zstd") if packed else cubin, section=".rodata", wrapped=False)
+def test_raw_cubins_go_only_if_nothing_touched_their_pages(tmp_path: Path, packed: bool) -> None:
+    data = cubins(packed, ".lrodata")
     plan = planned(tmp_path, data, used())
-    assert not len(plan.removed)
+    assert set(reasons(plan).values()) == {"unused_element"}, "never for reason I, whatever its target"
+    assert len(plan.ranges) == len(plan.removed), "no header, no kind"
+    touched = next(iter(reasons(plan)))
+    assert set(reasons(planned(tmp_path, data, used(touched)))) == set(reasons(plan)) - {touched}
+    assert not reasons(planned(tmp_path, data, used(is_watched=False)))
+    assert not reasons(planned(tmp_path, data, used(is_gpu_known=False)))
+    assert not reasons(planned(tmp_path, data, used(), ["sm_80", "sm_90"])), "no run saw an sm_80"
+    assert not reasons(planned(tmp_path, data, None, ["sm_90"]))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_raw_cubins_stay_where_nothing_is_watched(tmp_path: Path, packed: bool) -> None:
+    assert not len(planned(tmp_path, cubins(packed, ".rodata"), used()).removed)
 
 
 def test_pages_alone_know_only_elements_with_a_whole_page(tmp_path: Path) -> None:
@@ -185,18 +264,45 @@ def test_bytes_shared_with_a_function_in_use_stay(tmp_path: Path) -> None:
     assert cut(plan, text.sh_offset) == []
 
 
-def test_functions_without_an_unwind_entry_are_unknown(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_functions_bounded_by_a_sized_symbol_go(tmp_path: Path, dynamic: bool) -> None:
     file, text = code([(0, 64)])
-    file.symbols([elf.Symbol("bare", text, 128, 64), elf.Symbol("empty", text, 512, 0)])
+    names = [elf.Symbol("bare", text, 128, 64), elf.Symbol("other", text, 192, 48), elf.Symbol("empty", text, 512, 0)]
+    file.symbols(names, dynamic=dynamic)
     plan = planned(tmp_path, file.bytes(), entered())
-    assert cut(plan, text.sh_offset) == [(0, 64)]
-    assert plan.n_unknown == 2
+    assert cut(plan, text.sh_offset) == [(0, 64), (128, 64), (192, 48)]
+    assert plan.n_unknown == 1, "nobody knows where a symbol without size ends"
+    plan = planned(tmp_path, file.bytes(), entered(128, base=text.sh_offset))
+    assert cut(plan, text.sh_offset) == [(0, 64), (192, 48)]
+
+
+def test_a_symbol_that_reaches_over_another_start_is_no_bound(tmp_path: Path) -> None:
+    file, text = code([(0, 64)])
+    file.symbols([elf.Symbol("bare", text, 128, 64), elf.Symbol("inner", text, 160, 32)])
+    plan = planned(tmp_path, file.bytes(), entered())
+    assert cut(plan, text.sh_offset) == [(0, 64)], "the inner one shares its bytes with one that stays"
+    assert plan.n_unknown == 1
+
+
+@pytest.mark.parametrize("opcode", [b"\x0f\x84", b"\xe9"])
+def test_large_assembly_that_is_jumped_into_stays(tmp_path: Path, opcode: bytes) -> None:
+    body = bytearray(b"\x90" * 16384)
+    body[16 : 16 + len(opcode) + 4] = jump(opcode, 16, 6000)
+    large = entries.SMALL + 1000
+    for has_entry in (False, True):
+        file, text = code([(0, 64), *([(4096, large)] if has_entry else [])], body=bytes(body))
+        file.symbols([elf.Symbol("work", text, 0, 64), elf.Symbol("assembly", text, 4096, large)])
+        plan = planned(tmp_path, file.bytes(), entered(0, base=text.sh_offset))
+        assert cut(plan, text.sh_offset) == ([(4096, large)] if has_entry else [])
 
 
 def test_a_symbol_in_front_of_the_mark_names_the_same_function(tmp_path: Path) -> None:
     file, text = code([(4, 60)], body=locate.ENDBR64 + b"\x90" * 252)
     file.symbols([elf.Symbol("kernel", text, 0, 64)])
-    assert cut(planned(tmp_path, file.bytes(), entered()), text.sh_offset) == [(4, 60)]
+    assert cut(planned(tmp_path, file.bytes(), entered()), text.sh_offset) == [(0, 4), (4, 60)]
+    part = planned(tmp_path, file.bytes(), entered(4, base=text.sh_offset))
+    assert cut(part, text.sh_offset) == [(0, 4)], "what is entered behind the mark stays whole"
+    assert cut(planned(tmp_path, file.bytes(), entered(0, 4, base=text.sh_offset)), text.sh_offset) == []
     file, text = code([(4, 60)])
     file.symbols([elf.Symbol("kernel", text, 0, 64)])
     assert cut(planned(tmp_path, file.bytes(), entered()), text.sh_offset) == []
@@ -306,7 +412,7 @@ def test_real_libraries_keep_constructors_and_resolvers(real_libraries: dict[str
             kept = set(entries.fixed(view(path.read_bytes())).tolist())
         gone = tables["functions"].set_index("offset_bytes").loc[plan.removed["offset_bytes"], "address"]
         assert not kept & set(gone.astype("int64"))
-        bounded = tables["functions"]["boundary"] == "fde"
+        bounded = tables["functions"]["boundary"].isin(locate.BOUNDED_BY)
         assert len(plan.removed) > 0.9 * bounded.sum(), name
 
 
@@ -353,6 +459,52 @@ def test_a_gpu_that_nobody_can_name(tmp_path: Path) -> None:
     assert not found.usage.is_target_known
     (found,) = union.libraries(union.load([runs[0], traced.run(None, {"a.so": path}, targets=[], cupti="no_cuda")]))
     assert found.usage.is_target_known
+
+
+def test_first_touches_count_only_if_every_run_watched_for_them(tmp_path: Path) -> None:
+    path = tmp_path / "a.so"
+    path.write_bytes(library(fatbin.region([one()])))
+    for pages in ((1, 1), (1, 0), (0, 1), (0, 0)):
+        runs = [traced.run(None, {"a.so": path}, pages=n) for n in pages]
+        (found,) = union.libraries(union.load(runs))
+        assert found.usage.is_watched == all(pages)
+
+
+def seen(path: Path, element: int, **about: object) -> Run:
+    return traced.run(None, {"a.so": path}, elements={"a.so": [(0, element)]}, **about)  # type: ignore[arg-type]
+
+
+def elements_in_use(*runs: Run) -> set[int]:
+    return {e for entry in union.libraries(union.load(runs)) for _, e in entry.usage.elements}
+
+
+def test_an_eager_run_says_nothing_beside_a_lazy_one(tmp_path: Path) -> None:
+    path = tmp_path / "a.so"
+    path.write_bytes(library(fatbin.region([one() for _ in range(4)])))
+    eager = seen(path, 0, loading="eager", workload="train")
+    assert elements_in_use(eager) == {0}
+    assert elements_in_use(eager, seen(path, 1, loading="lazy", workload="train")) == {1}
+    assert elements_in_use(seen(path, 1, loading="lazy", workload="train"), eager) == {1}
+    assert elements_in_use(eager, seen(path, 1, loading="lazy", workload="serve")) == {0, 1}
+    assert elements_in_use(eager, seen(path, 1, loading="eager", workload="train")) == {0, 1}
+    assert elements_in_use(eager, seen(path, 1, workload="train")) == {0, 1}, "how it loaded is not known"
+    runs = [seen(path, n, loading=how, workload=None) for n, how in enumerate(("eager", "lazy"))]
+    assert elements_in_use(*runs) == {0, 1}, "whether they are of one workload is not known"
+
+
+def test_an_eager_run_keeps_its_word_on_all_but_elements(tmp_path: Path) -> None:
+    a, b = tmp_path / "a.so", tmp_path / "b.so"
+    for path in (a, b):
+        path.write_bytes(library(fatbin.region([one(), one()])))
+    both = {"a.so": a, "b.so": b}
+    elements = {name: [(0, 0)] for name in both}
+    eager = traced.run(None, both, functions={"a.so": ["main"]}, elements=elements, gpu=False, loading="eager")
+    lazy = traced.run(None, {"a.so": a}, elements={"a.so": [(0, 1)]}, loading="lazy")
+    found = {entry.library: entry.usage for entry in union.libraries(union.load([eager, lazy]))}
+    assert found["a.so"].elements == {(0, 1)}
+    assert len(found["a.so"].functions) == 1
+    assert not found["a.so"].is_gpu_known
+    assert found["b.so"].elements == {(0, 0)}, "no lazy run loaded it"
 
 
 def test_misses_count_as_use(tmp_path: Path) -> None:

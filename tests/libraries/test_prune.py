@@ -23,18 +23,9 @@ from tests import oracles
 from tests.build import containers, elf, fatbin
 from tests.libraries import traced
 from tests.libraries.common import library, tables
-from tests.libraries.test_debloat import conserved, nothing_left
+from tests.libraries.test_debloat import conserved, listed, nothing_left
 
 RECORD = "pkg-1.dist-info/RECORD"
-
-
-def listed(path: Path) -> Counter[tuple[str, str]]:
-    try:
-        return oracles.listed_elements(path)
-    except oracles.OracleError as error:
-        if "missing" in str(error):
-            pytest.skip(str(error))
-        raise
 
 
 def pruned_copy(out: Path, number: int = 0) -> Path:
@@ -63,6 +54,37 @@ def test_cuobjdump_lists_exactly_the_kept_elements(
     row = run["reduction"].iloc[0]
     assert row["n_other_architecture"] == row["n_elements_removed"] == row["n_elements"] - 4
     assert row["n_unused_element"] == row["n_functions_removed"] == 0
+
+
+@pytest.mark.parametrize("options", [(), ("-compress-mode=size",), ("-compress-all",)])
+def test_cuobjdump_passes_over_removed_elements_that_stay_in_place(
+    tmp_path: Path, targets: tuple[fatbin.Code, ...], options: tuple[str, ...]
+) -> None:
+    region = fatbin.packed(targets, options)
+    empty = fatbin.packed(targets[:2], options)
+    path = tmp_path / "a.so"
+    path.write_bytes(library(region + empty + region))
+    run = prune(path, "sm_90", tmp_path / "out", layout="zeroed")
+    made = pruned_copy(tmp_path / "out")
+    assert listed(made) == Counter({("cubin", "sm_90"): 2, ("cubin", "sm_90a"): 2})
+    before, after = scan(path, target="sm_90")["elements"], tables(made)["elements"]
+    kept = before["is_loadable"].to_numpy(bool)
+    assert after["offset_bytes"].tolist() == before["offset_bytes"].tolist()
+    assert after["digest"][kept].tolist() == before["digest"][kept].tolist()
+    assert (after["kind"][~kept] == "unknown").all()
+    conserved(tmp_path / "out")
+    assert run["reduction"]["n_other_architecture"].tolist() == [(~kept).sum()]
+
+
+def test_a_real_library_in_place(tmp_path: Path, sample_wheel: Path) -> None:
+    with zipfile.ZipFile(sample_wheel) as held:
+        path = Path(held.extract(next(n for n in held.namelist() if ".so" in n), tmp_path / "in"))
+    before = scan(path, target="sm_90")
+    prune(path, "sm_90", tmp_path / "out", layout="zeroed")
+    kept = before["elements"][before["elements"]["is_loadable"]]
+    assert 0 < len(kept) < len(before["elements"])
+    assert listed(pruned_copy(tmp_path / "out")) == oracles.our_elements(oracles.visible(kept, before["regions"]))
+    conserved(tmp_path / "out")
 
 
 def test_a_real_library(tmp_path: Path, sample_wheel: Path) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pandas as pd
 
 from gpubloat.libraries.inputs import Input
+from gpubloat.libraries.locate import CPU, GPU
 from gpubloat.libraries.onefile import Options, scan_file
 from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables.libraries import TABLES as SCAN
@@ -33,9 +34,13 @@ def run(
     problem: str = "",
     scanned: bool = True,
     source: str = "content",
+    pages: int = 1,
     **about: object,
 ) -> Run:
-    """A traced run of `libraries` (name -> file) that entered `functions` (names or offsets) and used `elements`."""
+    """A traced run of `libraries` (name -> file) that entered `functions` (names or offsets) and used `elements`.
+
+    `pages` is how many pages of GPU code were watched for their first touch.
+    """
     names = [*USAGE, *(SCANNED if scanned else ())]
     with RunWriter("libraries", names, out, False) as writer:
         for library, path in libraries.items():
@@ -48,7 +53,7 @@ def run(
             loaded = {
                 "library": library, "path": str(path), "sha256": tables["libraries"]["sha256"].iloc[0],
                 "file_bytes": path.stat().st_size, "n_processes": 1, "n_functions_watched": len(known),
-                "n_functions_used": len(used), "cpu_problem": problem, "n_pages_guarded": 1, "n_pages_touched": 0,
+                "n_functions_used": len(used), "cpu_problem": problem, "n_pages_guarded": pages, "n_pages_touched": 0,
             }  # fmt: skip
             writer.append("loaded", pd.DataFrame([loaded]))
             rows = [(library, r, e, source, 1) for r, e in (elements or {}).get(library, ())]
@@ -62,6 +67,18 @@ def run(
         record = provenance("test", {}, [])
         record |= {"targets": list(targets), "is_gpu_traced": gpu, "workload": "test", "trace": "trace", **about}
         return writer.finish(record)
+
+
+def expected_ranges(removed: pd.DataFrame, elements: pd.DataFrame) -> list[tuple[int, int, int, int]]:
+    """What the ranges of `removed` (index: id) must be: its bytes, and two bytes at the header of each element."""
+    outer = elements[elements["member"].isna()].set_index(["region", "element"])
+    rows = []
+    for row in removed.itertuples():
+        kind = CPU if row.what == "function" else GPU
+        rows.append((int(row.offset_bytes), int(row.size_bytes), kind, int(row.Index)))
+        if kind == GPU and outer.loc[(row.region, row.element), "header_bytes"]:
+            rows.append((int(outer.loc[(row.region, row.element), "offset_bytes"]), 2, GPU, int(row.Index)))
+    return sorted(rows)
 
 
 def guard(out: Path | None, misses: Sequence[Mapping[str, object]], **about: object) -> Run:

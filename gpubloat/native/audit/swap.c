@@ -135,9 +135,6 @@ static void find_runs(struct module *m)
     m->touched = touched;
     m->runs = runs;
     m->n_runs = n;
-    /* They were all read once, and are read again only where something is missed. */
-    uint64_t begin = (uint64_t)m->ranges & -PAGE, end = (uint64_t)(m->ranges + m->n_ranges);
-    madvise((void *)begin, end - begin, MADV_DONTNEED);
 }
 
 void swap(struct module *m)
@@ -172,4 +169,8 @@ void swap(struct module *m)
     if (m->touched)
         memset(m->touched, 0, m->n_runs ? m->runs[m->n_runs - 1].first + m->runs[m->n_runs - 1].n_pages : 0);
     shut_pages(m);
+    if (m->ranges) { /* all were read once, and are read again only where something is missed */
+        uint64_t begin = (uint64_t)m->ranges & -PAGE, end = (uint64_t)(m->ranges + m->n_ranges);
+        madvise((void *)begin, end - begin, MADV_DONTNEED);
+    }
 }
