@@ -12,6 +12,8 @@ import tempfile
 from typing import NamedTuple
 
 from gpubloat import __version__
+from gpubloat.errors import MissingToolError
+from gpubloat.native import headers
 
 
 class Check(NamedTuple):
@@ -25,7 +27,7 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """All checks. Looks only; loads the driver library, sets nothing, needs no GPU."""
-    return [_system(), _memory(), _disk(), _driver(), _nvml(), _compiler(), *_packages()]
+    return [_system(), _memory(), _disk(), _driver(), _nvml(), _compiler(), _cupti(), *_packages()]
 
 
 def _system() -> Check:
@@ -84,6 +86,15 @@ def _compiler() -> Check:
     if found is None:
         return Check("C compiler", "no", "none found", "tracing compiles its collector on first use: install gcc")
     return Check("C compiler", "yes", found)
+
+
+def _cupti() -> Check:
+    try:
+        headers.folders()
+    except MissingToolError as error:
+        remedy = f"tracing falls back to first touches of GPU code without: {error.hint}"
+        return Check("CUPTI headers", "no", "not found", remedy)
+    return Check("CUPTI headers", "yes", "found")
 
 
 def _packages() -> list[Check]:

@@ -155,10 +155,10 @@ def test_exec(gpubloat: Command, made: Path, sample: Path, tmp_path: Path) -> No
     assert done.status == 128 + 5
     first, second = done.error.splitlines()
     assert "function unused" in first
-    assert second == "note: 1 function that had been removed were reported"
+    assert second == "note: removed code was met and reported: 1 function"
     words = ["--out", tmp_path / "misses"]
     done = gpubloat("exec", made / "out", *words, *python("print(lib.unused(1), lib.read_page(2))", sample))
-    assert done == Done(0, "4 2\n", "note: 2 functions that had been removed were restored\n")
+    assert done == Done(0, "4 2\n", "note: removed code was met and restored: 2 functions\n")
     assert set(Run.load(tmp_path / "misses")["misses"]["function"]) == {"unused", "read_page"}
 
     assert gpubloat("debloat", made / "run", tmp_path / "misses", "--out", tmp_path / "out").status == 0
@@ -199,7 +199,7 @@ def test_apply_and_restore_byte_for_byte(gpubloat: Command, tmp_path: Path, samp
     call = [sys.executable, "-c", CALL + "print(lib.used(1), flush=True); lib.unused(1)", str(path)]
     done = subprocess.run(call, capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (-5, "2\n")
-    sentence, hint = gpubloat("exec", tmp_path / "out", "--", "true").refused()
+    sentence, _ = gpubloat("exec", tmp_path / "out", "--", "true").refused()
     assert "replaced by its copy already" in sentence
     assert gpubloat("apply", tmp_path / "out") == Done(0, "", "")
     assert gpubloat("restore", tmp_path / "out") == Done(0, f"restored {NAME}\n", "")
@@ -231,11 +231,12 @@ def test_pruning_a_library(gpubloat: Command, tmp_path: Path) -> None:
 
 def test_pruning_a_wheel(gpubloat: Command, tmp_path: Path) -> None:
     wheel = made_wheel(tmp_path / "pkg-1-py3-none-any.whl")
-    before = valid(wheel)
+    with zipfile.ZipFile(wheel) as held:
+        before = {name: held.read(name) for name in held.namelist()}
     done = gpubloat("debloat", wheel, "--targets", "sm_90", "--out", tmp_path / "out")
     assert done.status == 0, done.error
     after = valid(tmp_path / "out" / wheel.name)
-    assert set(after) == set(before)
+    assert set(after) == {name for name in before if not name.endswith(".jws")}
     assert any(after[name] != before[name] for name in after if name.endswith(".so"))
     with zipfile.ZipFile(tmp_path / "out" / wheel.name) as held:
         assert held.testzip() is None
@@ -262,7 +263,7 @@ def test_pruning_a_wheel(gpubloat: Command, tmp_path: Path) -> None:
         (["exec", "{full}", "--", "true"], "is no debloated folder"),
         (["exec", "{new}", "--", "true"], "is no debloated folder"),
         (["exec", "{run}", "--", "true"], "is no debloated folder"),
-        (["verify", "{out}"], "no command was given"),
+        (["verify", "{out}"], "no command"),
         (["verify", "{full}", "--", "true"], "is no debloated folder"),
         (["verify", "{out}", "--loading", "eagre", "--", "true"], "is not a way of loading"),
         (["verify", "{out}", "--repeat", "1", "--", "true"], "loaded none of the libraries"),
@@ -328,12 +329,12 @@ def test_help(gpubloat: Command, verb: str) -> None:
 
 
 def test_as_a_program(made: Path, sample: Path, tmp_path: Path) -> None:
-    """In a process of its own: no environment of ours is left, stdin goes to the command, an interrupt ends both."""
+    """In a process of its own: stdin goes to the command, and a missing compiler is one sentence."""
     words = [sys.executable, "-m", "gpubloat", "libraries", "exec", str(made / "out")]
     code = "print(sys.stdin.read(), os.path.exists(os.environ['GPUBLOAT_PLAN'])); sys.exit(lib.unused(1))"
     done = subprocess.run([*words, *python(code, sample)], input="given", capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (4, "given True\n")
-    assert done.stderr == "note: 1 function that had been removed were restored\n"
+    assert done.stderr == "note: removed code was met and restored: 1 function\n"
     env = {name: value for name, value in os.environ.items() if name != "CC"} | {"PATH": str(tmp_path)}
     env["GPUBLOAT_CACHE"] = str(tmp_path / "cache")
     words = [sys.executable, "-m", "gpubloat", "libraries", "trace", "--out", str(tmp_path / "run")]

@@ -22,7 +22,7 @@ ALLOWED = {
     "plots": {"errors", "tables", "analysis"},
     "report": {"errors", "tables", "run", "analysis", "plots"},
     "reproduce": {"errors"},
-    "doctor": {"errors"},
+    "doctor": {"errors", "native"},
     "native": {"errors"},
     **{name: {"errors", "tables", "run", "native"} for name in INSTRUMENTS},
 }

@@ -60,12 +60,14 @@ class Campaign:
         self.pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 12))
 
     def keep(self, run: Run, name: str, tables: tuple[str, ...] | None = None) -> None:
-        """Save a run without paths of this machine."""
+        """Save a run without paths of this machine, and of what was removed only the elements: functions are many."""
         about = dict(run.provenance)
         names = [n for n in about.pop("tables") if tables is None or n in tables]
         with RunWriter("libraries", names, self.out / f"{PREFIX}{name}", True) as writer:
             for table in names:
                 frame = run[table]
+                if table == "removed":
+                    frame = frame[frame["what"] == "element"]
                 writer.append(table, frame.assign(path="") if "path" in frame else frame)
             writer.finish({k: v for k, v in about.items() if k != "instrument"})
 

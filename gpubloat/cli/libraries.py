@@ -186,8 +186,8 @@ def debloat(
     The originals are not touched. RUN is what trace --out or exec --out wrote; PATH is a library, a folder or a wheel.
     """
     from gpubloat.analysis import debloat as analysis
-    from gpubloat.libraries import debloat as removal
-    from gpubloat.libraries import prune
+    from gpubloat.libraries.debloat import debloat as remove_unused
+    from gpubloat.libraries.prune import prune
 
     is_run = [(path / "run.json").exists() for path in inputs]
     if csv is not None:
@@ -202,12 +202,12 @@ def debloat(
     names = None if targets is None else targets.split(",")
     with executor(jobs) as pool:
         if all(is_run):
-            run = removal.debloat(
+            run = remove_unused(
                 inputs, out, targets=names, layout=layout or "zeroed", zstd=zstd, executor=pool, force=force,
                 progress=True, command=command_line(),
             )  # fmt: skip
         else:
-            run = prune.prune(
+            run = prune(
                 inputs, names or [], out, layout=layout or "moved", zstd=zstd, executor=pool, force=force,
                 progress=True, command=command_line(),
             )  # fmt: skip
@@ -245,7 +245,7 @@ def execute(
     if len(missed):
         n = missed.groupby("what").size()
         what = " and ".join(f"{count} {name}{'s' if count > 1 else ''}" for name, count in n.items())
-        print(f"note: {what} that had been removed were {missed['action'].iloc[0]}", file=sys.stderr)
+        print(f"note: removed code was met and {missed['action'].iloc[0]}: {what}", file=sys.stderr)
     elif status == -5 and guard == "off":
         print("note: ended by a trap: removed code may have been called; --guard report says which", file=sys.stderr)
     raise typer.Exit(_status(status))

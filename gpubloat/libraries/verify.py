@@ -13,8 +13,9 @@ from typing import Any
 import pandas as pd
 
 from gpubloat.errors import GpubloatError
-from gpubloat.libraries import cost, execute, manifest, record, sampling
+from gpubloat.libraries import cost, manifest, record, sampling
 from gpubloat.libraries.cost import Cost
+from gpubloat.libraries.execute import environment, problems
 from gpubloat.libraries.execute import GUARDS
 from gpubloat.libraries.verdicts import VARIANTS, VERDICTS, Measured, complaint, last_line, numbers, repeats, verdict
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
@@ -128,12 +129,12 @@ def _check(command: Sequence[str], repeat: int, loadings: Sequence[str], guard: 
 def _copies(folder: str | os.PathLike[str], guard: str, logs: Path) -> Iterator[dict[str, str]]:
     """The variables of `execute.environment`; after the first run, whether they did anything."""
     is_first = not any(logs.iterdir())
-    with execute.environment(folder, guard, str(logs)) as variables:
+    with environment(folder, guard, str(logs)) as variables:
         yield variables
     if is_first:
         found = record.read(logs)
         if not any(process.swapped for process in found.processes):
-            said = execute.problems(found)
+            said = problems(found)
             raise GpubloatError(
                 f"the command loaded none of the libraries that have copies in {folder}",
                 said[0] if said else "give a command that uses them",
@@ -146,7 +147,7 @@ def _met(logs: Path) -> dict[str, Any]:
     return {
         "n_swapped": len({path for process in found.processes for path in process.swapped}),
         "n_misses": len({(miss.path, miss.what, miss.offset) for miss in found.misses}),
-        "problems": execute.problems(found),
+        "problems": problems(found),
     }
 
 

@@ -7,6 +7,7 @@ import hashlib
 import os
 import re
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,11 @@ import pytest
 
 from gpubloat import Run
 from gpubloat.errors import FormatError, GpubloatError
-from gpubloat.libraries import cost, execute, manifest, record
-from gpubloat.libraries import verify as module
+from gpubloat.libraries import cost, manifest, record
 from gpubloat.libraries.verdicts import last_number
 from gpubloat.libraries.verify import verify
+
+module = import_module("gpubloat.libraries.verify")  # the package has a function of that name
 
 
 @pytest.fixture
@@ -250,7 +252,7 @@ def logs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path, str, Path]]:
         given.append((folder, guard, Path(logs)))
         yield {"COPIES": "1", "LOGS": logs}
 
-    monkeypatch.setattr(execute, "environment", environment)
+    monkeypatch.setattr(module, "environment", environment)
     return given
 
 

@@ -50,5 +50,6 @@ else:
                 started_steady = time.perf_counter()
 print(repr(value.item()))
 finished = time.perf_counter()
+profiler.__exit__(None, None, None)
 if given.steps > 11:
     print(f"steady {(finished - started_steady) / (given.steps - 11):.6f} s a step", file=sys.stderr)
