@@ -7,15 +7,24 @@ from pathlib import PurePosixPath
 
 DRIVER = ("libcuda.so", "libnvidia-", "libcudadebugger")  # the list of native/audit/sites.c
 PACKAGES = ("site-packages", "dist-packages")
+SYSTEM = ("usr", "lib", "lib64")
+LIB = ("lib", "lib64")
 
 
 def library_name(path: str) -> str:
-    """The path below the innermost site-packages, so that runs on different machines agree; else the path itself."""
-    parts = PurePosixPath(path).parts
-    for number in range(len(parts) - 2, 0, -1):
+    """Name of a library that was loaded from the absolute `path`, the same on every machine and without a user's name.
+
+    The path below the innermost site-packages; of system folders the whole path without its slash; elsewhere the path
+    from the first folder named lib or lib64, or the last two parts.
+    """
+    parts = PurePosixPath(path).parts[1:]
+    for number in range(len(parts) - 2, -1, -1):
         if parts[number] in PACKAGES:
             return "/".join(parts[number + 1 :])
-    return path.lstrip("/")
+    if not parts or parts[0] in SYSTEM:
+        return "/".join(parts)
+    start = next((number for number, part in enumerate(parts[:-1]) if part in LIB), len(parts) - 2)
+    return "/".join(parts[max(start, 0) :])
 
 
 def library_names(paths: Sequence[str]) -> dict[str, str]:

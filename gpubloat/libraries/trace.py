@@ -29,6 +29,7 @@ from gpubloat.libraries.names import library_names
 from gpubloat.libraries.onefile import Options, Tables
 from gpubloat.libraries.record import PAGE, Record, Watched
 from gpubloat.libraries.scan import scan_each
+from gpubloat.native import build
 from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables import targets
 from gpubloat.tables.usage import TABLES as USAGE
