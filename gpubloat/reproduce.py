@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -36,6 +37,10 @@ def execute(folder: Path, timeout_s: int = 1200) -> Iterator[tuple[str, float]]:
             raise GpubloatError(f"{path}: a cell failed: {error.ename}: {error.evalue}") from None
         for cell in notebook.cells:
             cell.metadata.pop("execution", None)  # times of the day would change the file on every run
+            for output in cell.get("outputs", []):
+                plain = output.get("data", {}).get("text/plain")
+                if plain:  # and so would the addresses of objects
+                    output["data"]["text/plain"] = re.sub(r" at 0x[0-9a-f]+>", ">", plain)
         notebook.metadata.get("language_info", {}).pop("version", None)
         nbformat.write(notebook, path)
         yield path.name, time.perf_counter() - start
