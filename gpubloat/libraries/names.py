@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import PurePosixPath
 
@@ -28,12 +29,10 @@ def library_name(path: str) -> str:
 
 
 def library_names(paths: Sequence[str]) -> dict[str, str]:
-    """Name of each path; where two would have the same one, their whole paths."""
-    names = {path: library_name(path) for path in paths}
-    seen: dict[str, int] = {}
-    for name in names.values():
-        seen[name] = seen.get(name, 0) + 1
-    return {path: name if seen[name] == 1 else path.lstrip("/") for path, name in names.items()}
+    """Name of each absolute path; where two would have the same one, their whole paths."""
+    names = {path: library_name(path) for path in dict.fromkeys(paths)}
+    counts = Counter(names.values())
+    return {path: name if counts[name] == 1 else path for path, name in names.items()}
 
 
 def is_driver(path: str) -> bool:
