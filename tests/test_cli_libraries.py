@@ -6,6 +6,7 @@ import csv
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import zipfile
@@ -342,3 +343,19 @@ def test_as_a_program(made: Path, sample: Path, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (1, "")
     assert done.stderr.startswith("gpubloat: a C compiler is not installed\n  hint: install it with: ")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interrupt_ends_the_command_and_keeps_the_run(sample: Path, tmp_path: Path) -> None:
+    words = [sys.executable, "-m", "gpubloat", "libraries", "trace", "--no-cupti", "--out", str(tmp_path / "run")]
+    code = "lib.used(1); print('ready', flush=True); signal.pause()"
+    with subprocess.Popen(
+        [*words, *python(code, sample)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 128 + 2
+    run = Run.load(tmp_path / "run")
+    assert run.provenance["exit_status"] == -2
+    assert "used" in set(run["used_functions"]["function"])

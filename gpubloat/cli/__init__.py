@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -78,8 +79,16 @@ def _main(
     """Where a GPU's bytes and joules go, and how to take them back."""
 
 
+def _ended(number: int, _: object) -> None:
+    raise SystemExit(128 + number)
+
+
 def main() -> None:
     """Entry point: a GpubloatError is one sentence and a hint on stderr, and exit status 1; bad usage is 2."""
+    for name in ("SIGTERM", "SIGHUP"):  # leave nothing half-written behind, as after Ctrl-C
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, _ended)
     try:
         app()
     except GpubloatError as error:

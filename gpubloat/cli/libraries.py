@@ -301,6 +301,8 @@ def apply(folder: Annotated[Path, typer.Argument(metavar="DIR", help="What deblo
 
     for library in inplace.apply(folder):
         print(f"replaced {printable(library)}")
+    for library in inplace.in_use(folder):
+        print(f"note: {printable(library)} was left alone: gpubloat itself runs on it", file=sys.stderr)
 
 
 @app.command("restore")

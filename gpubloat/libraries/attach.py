@@ -13,14 +13,17 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from gpubloat.errors import GpubloatError, MissingToolError
 from gpubloat.native import build
 from gpubloat.run import refuse_overwrite
 
-AUDIT_SOURCES = tuple(f"audit/{name}.c" for name in ("audit", "log", "sites", "plant", "swap", "trap"))
+AUDIT_SOURCES = tuple(f"audit/{name}.c" for name in ("audit", "log", "sites", "plant", "swap", "trap", "waits"))
+_TO_US = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+_TO_ALL = [getattr(signal, name) for name in ("SIGINT", "SIGQUIT") if hasattr(signal, name)]
 OURS = ("GPUBLOAT_DIR", "GPUBLOAT_FUNCTIONS", "GPUBLOAT_PAGES", "GPUBLOAT_PLAN", "GPUBLOAT_GUARD")
 
 
@@ -37,30 +40,64 @@ def audit_library() -> Path:
 def audited(given: Mapping[str, str], **variables: str) -> dict[str, str]:
     """`given` with the audit library in front of others, and our variables; those that are not named are removed."""
     env = {name: value for name, value in given.items() if name not in OURS}
-    env["LD_AUDIT"] = ":".join([str(audit_library()), *filter(None, [given.get("LD_AUDIT")])])
+    ours = str(audit_library())
+    others = [name for name in given.get("LD_AUDIT", "").split(":") if name not in ("", ours)]  # we run inside another
+    env["LD_AUDIT"] = ":".join([ours, *others])
     return env | variables
 
 
 def run(command: Sequence[str], env: Mapping[str, str]) -> int:
     """Run `command` with our stdin, stdout and stderr; its exit status (negative: the signal that ended it).
 
-    GpubloatError if it cannot be started. A keyboard interrupt goes to the command, which decides.
+    GpubloatError if it cannot be started. What a terminal or a service manager sends to end us goes to the command,
+    which decides; we end after it, and leave nothing behind.
     """
     if not command:
         raise GpubloatError("no command was given", "write it behind --, as in: -- python train.py")
     if shutil.which(command[0], path=env.get("PATH")) is None:
         raise GpubloatError(f"{command[0]} is no program that can be run", "check its name, or give its whole path")
-    try:
-        process = subprocess.Popen(list(command), env=dict(env))
-    except OSError as error:
-        raise GpubloatError(f"{command[0]} cannot be started: {error.strerror}") from None
-    if threading.current_thread() is not threading.main_thread():
-        return process.wait()  # only the main thread gets signals, and only it may say what they do
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
+    with _passing_signals() as started:
+        try:
+            process = subprocess.Popen(list(command), env=dict(env))
+        except OSError as error:
+            raise GpubloatError(f"{command[0]} cannot be started: {error.strerror}") from None
+        started(process)
         return process.wait()
+
+
+@contextmanager
+def _passing_signals() -> Iterator[Callable[[subprocess.Popen[bytes]], None]]:
+    """Signals that would end us go to the process that the block names, also those that came before it did.
+
+    A terminal sends SIGINT and SIGQUIT to the command itself. A signal that is ignored (nohup) stays so, here and
+    there; a handler, unlike that, does not survive exec.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda _: None  # only the main thread gets signals, and only it may say what they do
+        return
+    waiting: list[int] = []
+    running: list[subprocess.Popen[bytes]] = []
+
+    def pass_on(number: int, _: object) -> None:
+        if number in _TO_US and not running:
+            waiting.append(number)
+        elif number in _TO_US:
+            running[0].send_signal(number)
+
+    def started(process: subprocess.Popen[bytes]) -> None:
+        running.append(process)
+        for number in waiting:
+            process.send_signal(number)
+
+    before = {number: signal.getsignal(number) for number in (*_TO_US, *_TO_ALL)}
+    before = {number: how for number, how in before.items() if how not in (signal.SIG_IGN, None)}
+    for number in before:
+        signal.signal(number, pass_on)
+    try:
+        yield started
     finally:
-        signal.signal(signal.SIGINT, before)
+        for number, how in before.items():
+            signal.signal(number, how)
 
 
 def check_out(out: str | os.PathLike[str], force: bool) -> None:

@@ -63,7 +63,7 @@ def debloat(
     -------
     Run with libraries, removed, reduction, problems, in `out`; beside its tables are manifest.json, the copies in
     files/ and the removed ranges in ranges/. Libraries from which nothing was removed have no copy. Libraries of the
-    driver are left out of everything.
+    driver, and files that were gone or replaced when their run ended, are left out of everything.
 
     Raises
     ------
@@ -73,7 +73,7 @@ def debloat(
     _check(out, layout, force)
     wanted = None if targets is None else spelled(targets)
     found = union.load(given)
-    libraries = [entry for entry in union.libraries(found) if not is_driver(entry.path)]
+    libraries = [entry for entry in union.libraries(found) if entry.sha256 and not is_driver(entry.path)]
     paths = [_original(entry) for entry in libraries]
     with outfolder.appearing(Path(out), force) as new:
         jobs = [

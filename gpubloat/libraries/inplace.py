@@ -17,6 +17,7 @@ from pathlib import Path
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import manifest
 from gpubloat.libraries.elf import PAGE
+from gpubloat.libraries.locate import CPU
 from gpubloat.libraries.manifest import ORIGINALS, Entry
 
 _CHUNK = 4 << 20
@@ -25,14 +26,16 @@ _CHUNK = 4 << 20
 def apply(folder: str | os.PathLike[str]) -> list[str]:
     """Replace the originals by their copies; returns the names of the libraries that were replaced.
 
-    Libraries that are replaced already are left alone. If one fails, those replaced before it are put back.
+    Libraries that are replaced already are left alone, and those `in_use`. If one fails, those replaced before it are
+    put back.
 
     Raises
     ------
     GpubloatError : an original or a copy is not what the manifest says (sha256), or cannot be written.
     """
     root = Path(os.path.abspath(folder))
-    entries = manifest.read(root).libraries
+    own = set(in_use(root))
+    entries = [entry for entry in manifest.read(root).libraries if entry.library not in own]
     todo = []
     for entry in entries:
         _checked(manifest.inside(root, entry.copy), entry.sha256_copy, f"the copy of {entry.library}", "debloat again")
@@ -59,6 +62,26 @@ def apply(folder: str | os.PathLike[str]) -> list[str]:
     return [entry.library for entry in done]
 
 
+def in_use(folder: str | os.PathLike[str]) -> list[str]:
+    """Names of the libraries that this very process runs on, and whose copies lack CPU code.
+
+    With the copy in its place the next gpubloat would end at a function that is gone, `restore` included.
+    """
+    root = Path(os.path.abspath(folder))
+    mapped = set()
+    try:
+        with open("/proc/self/maps", "rb") as file:
+            mapped = {line.split(None, 5)[5].rstrip(b"\n") for line in file if line.count(b"/")}
+    except OSError:  # not Linux: `exec` is not for this system, and there is nothing to trace here
+        return []
+    names = []
+    for entry in manifest.read(root).libraries:
+        if os.fsencode(os.path.realpath(entry.path)).replace(b"\n", b"\\012") in mapped:
+            if (manifest.ranges(root, entry)["kind"] == CPU).any():
+                names.append(entry.library)
+    return names
+
+
 def restore(folder: str | os.PathLike[str], library: str | None = None) -> list[str]:
     """Put the originals back, byte for byte; all, or the one named. Returns the names of those put back.
 
@@ -82,7 +105,7 @@ def restore(folder: str | os.PathLike[str], library: str | None = None) -> list[
     for entry in entries:
         kept = _kept(root, entry)
         path = Path(entry.path)
-        found = _digest(path, entry.library) if path.exists() else ""
+        found = _digest(path, entry.library) if os.path.exists(path) else ""
         if found == entry.sha256 or (not found and not kept.exists()):
             continue
         if found not in ("", entry.sha256_copy):
@@ -163,6 +186,7 @@ def _checked(path: Path, sha256: str, what: str, hint: str) -> None:
 
 def _digest(path: Path, what: str) -> str:
     try:
+        manifest.refuse_endless(path)
         with path.open("rb") as file:
             return hashlib.file_digest(file, "sha256").hexdigest()
     except OSError as error:

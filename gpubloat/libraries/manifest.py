@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -78,6 +79,7 @@ def read(folder: str | os.PathLike[str]) -> Manifest:
     """The manifest of a debloated folder. GpubloatError if there is none, FormatError if it is damaged."""
     path = Path(folder) / NAME
     try:
+        refuse_endless(path)
         given = json.loads(path.read_text("utf-8", errors="surrogateescape"))
         if not isinstance(given, dict):
             raise ValueError("no object")
@@ -103,12 +105,15 @@ def ranges(folder: str | os.PathLike[str], entry: Entry) -> Array:
     """The removed ranges of one library, dtype RANGE, sorted and disjoint. FormatError if the file is damaged."""
     path = Path(folder) / entry.ranges
     try:
+        refuse_endless(path)
+        with path.open("rb") as file:
+            is_first_version = file.read(7)[6:] == b"\x01"  # the one that native/audit/swap.c reads
         found = np.load(path, allow_pickle=False)
     except OSError as error:
         raise GpubloatError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, EOFError, MemoryError) as error:
+    except (ValueError, EOFError, MemoryError, OverflowError) as error:
         raise FormatError(str(path), 0, f"no table of ranges: {error}") from None
-    if not isinstance(found, np.ndarray) or found.dtype != RANGE or found.ndim != 1:
+    if not is_first_version or not isinstance(found, np.ndarray) or found.dtype != RANGE or found.ndim != 1:
         raise FormatError(str(path), 0, "no table of ranges")
     start, size = found["offset"], found["size"]
     fits = (size <= np.uint64(entry.bytes)) & (
@@ -118,6 +123,13 @@ def ranges(folder: str | os.PathLike[str], entry: Entry) -> Array:
     if not (fits.all() and (start[1:] >= stop[:-1]).all() and np.isin(found["kind"], (CPU, GPU)).all()):
         raise FormatError(str(path), 0, "ranges that overlap or leave the file")
     return found
+
+
+def refuse_endless(path: str | os.PathLike[str]) -> None:
+    """FormatError for pipes and devices: to read them would never end. OSError passes through."""
+    mode = os.stat(path).st_mode
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FormatError(os.fspath(path), 0, "no regular file")
 
 
 def inside(folder: Path, relative: str) -> Path:

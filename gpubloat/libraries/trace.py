@@ -130,7 +130,7 @@ def _variables(folder: Path, sources: Sources, given: Mapping[str, str]) -> tupl
     why = NOT_ASKED
     if sources.cupti:
         library, why = attach.cupti_library()
-        if library is not None and "CUDA_INJECTION64_PATH" in given:
+        if library is not None and given.get("CUDA_INJECTION64_PATH", str(library)) != str(library):
             why = "another tool is in CUDA_INJECTION64_PATH"
         elif library is not None:
             wanted["CUDA_INJECTION64_PATH"] = str(library)

@@ -114,7 +114,8 @@ def _add_loaded(run: Run, found: dict[str, Library]) -> None:
             size = int(row["file_bytes"])
             found[name] = Library(name, str(row["path"]), str(row["sha256"]), size, Usage(), scanned.get(name))
         known = found[name]
-        if known.sha256 != row["sha256"]:
+        known.sha256 = known.sha256 or str(row["sha256"])
+        if row["sha256"] and known.sha256 != row["sha256"]:
             raise GpubloatError(
                 f"{name} is not the same file in all runs: its sha256 differs", "trace all of them again"
             )
@@ -123,7 +124,8 @@ def _add_loaded(run: Run, found: dict[str, Library]) -> None:
         usage.targets |= set(_targets(run))
         problem = str(row["cpu_problem"]) or ("" if row["n_functions_watched"] else "no function was watched")
         usage.cpu_problem = usage.cpu_problem or problem
-        usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"])
+        # Without a digest the file was gone, or another one, when its run ended: what was used of it is not known.
+        usage.is_gpu_known &= bool(run.provenance["is_gpu_traced"]) and bool(row["sha256"])
         usage.is_gpu_complete &= is_complete
         usage.is_watched &= bool(row["n_pages_guarded"])
         usage.is_target_known &= bool(_targets(run)) or bool(run.provenance["is_gpu_traced"])

@@ -292,6 +292,15 @@ def test_libraries_of_the_driver_are_left_alone(small: Path, tmp_path: Path) -> 
     conserved(tmp_path / "again")
 
 
+def test_a_file_that_was_replaced_while_it_was_traced_is_left_alone(small: Path, tmp_path: Path) -> None:
+    gone = traced.run(None, {"libsmall.so": small}, problem="the file was gone", is_gone=True)
+    assert len(debloat(gone, tmp_path / "alone")["reduction"]) == 0
+    whole = traced.run(None, {"libsmall.so": small}, functions={"libsmall.so": ["used"]})
+    for runs in ([gone, whole], [whole, gone]):  # what the first of them used is not known
+        found = debloat(runs, tmp_path / "both", force=True)
+        assert found["reduction"]["n_functions_removed"].tolist() == [0]
+
+
 def test_a_run_of_the_driver_alone(small: Path, tmp_path: Path) -> None:
     path = small.rename(small.parent / "libcuda.so.1")
     found = debloat(traced.run(None, {"libcuda.so.1": path}), tmp_path / "out")

@@ -383,3 +383,5 @@ def test_pruned_regions_under_exec(
         assert found.provenance["n_swapped"] == 1
         expected = region if (layout, guard) == ("zeroed", "restore") else kept
         assert text == f"{expected.hex()}41\n"
+        is_back = expected is region
+        assert sorted(found["misses"]["element"]) == ([0, 2] if is_back else [])

@@ -35,11 +35,13 @@ def run(
     scanned: bool = True,
     source: str = "content",
     pages: int = 1,
+    is_gone: bool = False,
     **about: object,
 ) -> Run:
     """A traced run of `libraries` (name -> file) that entered `functions` (names or offsets) and used `elements`.
 
-    `pages` is how many pages of GPU code were watched for their first touch.
+    `pages` is how many pages of GPU code were watched for their first touch; `is_gone`: the files were gone or replaced
+    when the run ended.
     """
     names = [*USAGE, *(SCANNED if scanned else ())]
     with RunWriter("libraries", names, out, False) as writer:
@@ -51,7 +53,7 @@ def run(
             used = used[["library", "function", "address", "offset_bytes", "size_bytes"]].assign(n_processes=1)
             writer.append("used_functions", used)
             loaded = {
-                "library": library, "path": str(path), "sha256": tables["libraries"]["sha256"].iloc[0],
+                "library": library, "path": str(path), "sha256": "" if is_gone else tables["libraries"]["sha256"].iloc[0],
                 "file_bytes": path.stat().st_size, "n_processes": 1, "n_functions_watched": len(known),
                 "n_functions_used": len(used), "cpu_problem": problem, "n_pages_guarded": pages, "n_pages_touched": 0,
             }  # fmt: skip

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/stat.h>
 #include <unistd.h>
 
 #define EXPORT __attribute__((visibility("default")))
@@ -95,32 +96,55 @@ const struct segment *segment_at_offset(const struct module *m, uint64_t offset)
     return NULL;
 }
 
-/* A library that is closed and opened again keeps its record. */
-static struct module *slot(const char *path)
+static void identify(const struct stat *info, uint64_t id[5])
+{
+    id[0] = info->st_dev;
+    id[1] = info->st_ino;
+    id[2] = info->st_size;
+    id[3] = info->st_mtim.tv_sec;
+    id[4] = info->st_mtim.tv_nsec;
+}
+
+bool is_file_of(const struct module *m, const struct stat *info)
+{
+    uint64_t id[5];
+    identify(info, id);
+    return !memcmp(id, m->file_id, sizeof id);
+}
+
+/* A library that is closed and opened again keeps its record, unless another file has its path by then. */
+static struct module *slot(const char *path, const struct stat *info)
 {
     for (int i = 0; i < n_modules; i++)
-        if (!modules[i].live && !strcmp(modules[i].path, path))
+        if (!modules[i].live && !strcmp(modules[i].path, path) && is_file_of(&modules[i], info))
             return &modules[i];
     return n_modules < MAX_MODULES ? &modules[n_modules] : NULL;
 }
 
 static void opened(struct link_map *map)
 {
-    char path[PATH_MAX];
-    if (!map->l_name || !*map->l_name || !realpath(map->l_name, path) || strlen(path) >= sizeof modules->path)
+    char path[PATH_MAX], text[1200];
+    struct stat info;
+    if (!map->l_name || !*map->l_name || !realpath(map->l_name, path) || stat(path, &info))
         return; /* the program itself, or the kernel's page */
-    struct module *m = slot(path);
-    if (!m) {
-        note("proc", "problem\ttoo many libraries");
+    struct module *m = slot(path, &info);
+    if (!m || strlen(path) >= sizeof m->path) {
+        note("proc", m ? "problem\ta library's path is too long" : "problem\ttoo many libraries");
         return;
     }
     bool is_new = m == &modules[n_modules];
     if (is_new) {
         strcpy(m->path, path);
+        identify(&info, m->file_id);
         m->file = map_file(path, &m->file_size);
     }
     m->bias = map->l_addr;
-    if (!m->file || !read_segments(m))
+    if (!m->file) {
+        snprintf(text, sizeof text, "problem\t%s cannot be mapped for reading", path);
+        note("proc", text);
+        return;
+    }
+    if (!read_segments(m))
         return;
     if (options.swap)
         swap(m);

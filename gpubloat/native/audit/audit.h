@@ -7,21 +7,22 @@
 #define _GNU_SOURCE
 #include <elf.h>
 #include <link.h>
+#include <signal.h>
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/select.h>
 #include <sys/types.h>
 
 #define PAGE 4096ul
 #define MAX_MODULES 8192
 #define MAX_SEGMENTS 64
-#define MAX_LINE 4608
 
 enum guard { GUARD_OFF, GUARD_REPORT, GUARD_RESTORE };
 
 /* What the environment asks for. */
 struct options {
-    char dir[2048];       /* GPUBLOAT_DIR: where records go; empty: none are written */
+    char dir[1024];       /* GPUBLOAT_DIR: where records go; empty: none are written */
     bool trace_functions; /* GPUBLOAT_FUNCTIONS=1 */
     bool trace_pages;     /* GPUBLOAT_PAGES=1 */
     bool swap;            /* GPUBLOAT_PLAN is set: run on debloated copies */
@@ -69,7 +70,7 @@ struct module {
     struct segment segments[MAX_SEGMENTS];
     int n_segments;
     const uint8_t *file; /* the original, mapped for reading */
-    uint64_t file_size;
+    uint64_t file_size, file_id[5]; /* device, inode, size, seconds and nanoseconds of its last change */
     char path[1024];
     char key[72];
     const uint64_t *sites; /* sorted addresses before relocation */
@@ -88,6 +89,8 @@ extern int n_modules;
 struct module *module_at(uint64_t address);
 const struct segment *segment_of(const struct module *m, uint64_t vaddr);
 const struct segment *segment_at_offset(const struct module *m, uint64_t offset);
+struct stat;
+bool is_file_of(const struct module *m, const struct stat *info);
 
 /* log.c: records */
 const char *tag(void); /* this program in this process: it changes with fork and with exec */
@@ -109,5 +112,16 @@ void swap(struct module *m); /* if the plan has the module: map the copy over it
 /* trap.c: signals */
 void install_handlers(void);
 void hook_signals(struct module *libc); /* the program's own handlers and masks go through us */
+uint64_t owned_signals(void);           /* those that we handle, as the kernel's mask */
+int fail(int error);                    /* the program's errno; -1 */
+
+/* waits.c: what hook_signals puts in the place of the C library's functions of that name */
+struct pollfd;
+struct epoll_event;
+extern int (*program_set_cancel_type)(int type, int *old);
+int our_sigsuspend(const sigset_t *set);
+int our_ppoll(struct pollfd *files, unsigned long n, const struct timespec *timeout, const sigset_t *mask);
+int our_pselect(int n, fd_set *in, fd_set *out, fd_set *other, const struct timespec *timeout, const sigset_t *mask);
+int our_epoll_pwait(int file, struct epoll_event *events, int n, int timeout, const sigset_t *mask);
 
 #endif

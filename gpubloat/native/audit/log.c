@@ -7,7 +7,9 @@
 #include <string.h>
 #include <sys/auxv.h>
 #include <sys/mman.h>
+#include <sys/resource.h>
 #include <sys/stat.h>
+#include <sys/uio.h>
 #include <unistd.h>
 
 const char *tag(void)
@@ -21,25 +23,35 @@ const char *tag(void)
     return text;
 }
 
+/* Whether the program may write files of that size: more is answered with SIGXFSZ, which ends it. */
+static bool may_grow_to(uint64_t size)
+{
+    struct rlimit limit;
+    return getrlimit(RLIMIT_FSIZE, &limit) || size <= limit.rlim_cur;
+}
+
+/* Little of the stack is used: handlers run on the program's alternate stack, which can be of 8 KiB. */
 void note(const char *suffix, const char *text)
 {
-    char path[2200], line[MAX_LINE];
+    char path[1100];
     if (!*options.dir)
         return;
     snprintf(path, sizeof path, "%s/%s.%s", options.dir, tag(), suffix);
     int fd = open(path, O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
     if (fd < 0)
         return;
-    int size = snprintf(line, sizeof line, "%s\n", text);
-    if (size >= (int)sizeof line)
-        size = sizeof line - 1;
-    (void)!write(fd, line, size);
+    struct stat info;
+    struct iovec parts[] = {{(void *)text, strlen(text)}, {"\n", 1}};
+    if (!fstat(fd, &info) && may_grow_to(info.st_size + parts[0].iov_len + 1))
+        (void)!writev(fd, parts, 2);
     close(fd);
 }
 
 void *map_new(const char *name, uint64_t size)
 {
-    char path[2200];
+    char path[1200];
+    if (!may_grow_to(size))
+        return NULL;
     snprintf(path, sizeof path, "%s/%s", options.dir, name);
     int fd = open(path, O_RDWR | O_CREAT | O_EXCL | O_CLOEXEC, 0666);
     if (fd < 0)

@@ -30,7 +30,7 @@ static const char *const NOT_WATCHED[][2] = {
 };
 static const char *const GPU_SECTIONS[] = {".nv_fatbin", "__nv_relfatbin", ".ldata", ".lrodata", ".cask_resource"};
 #define MAX_RUNS 64
-#define MAX_STUBS 16
+#define MAX_STUBS 64
 
 struct span {
     uint64_t begin, end;
@@ -44,7 +44,14 @@ static const char *section_name(const struct module *m, const Elf64_Shdr *names,
     return memchr(name, 0, m->file_size - (name - (const char *)m->file)) ? name : "";
 }
 
-/* Stubs and runs by section name; false without a section table: then nothing tells stubs from functions. */
+static bool is_executable(const struct module *m, uint64_t vaddr)
+{
+    const struct segment *s = segment_of(m, vaddr);
+    return s && s->prot & PROT_EXEC;
+}
+
+/* Stubs, with all else in executable segments that is no code, and runs by section name; false without a section table:
+   then nothing tells stubs from functions. */
 static bool read_sections(const struct module *m, struct span *stubs, int *n_stubs, struct run *runs, int *n_runs)
 {
     const Elf64_Ehdr *head = (const void *)m->file;
@@ -58,8 +65,12 @@ static bool read_sections(const struct module *m, struct span *stubs, int *n_stu
         const char *name = section_name(m, &sections[head->e_shstrndx], s);
         if (!(s->sh_flags & SHF_ALLOC) || s->sh_type == SHT_NOBITS)
             continue;
-        if (!strncmp(name, ".plt", 4) && *n_stubs < MAX_STUBS)
+        bool is_code = s->sh_flags & SHF_EXECINSTR;
+        if (is_code ? !strncmp(name, ".plt", 4) : s->sh_size && is_executable(m, s->sh_addr)) {
+            if (*n_stubs == MAX_STUBS)
+                return false;
             stubs[(*n_stubs)++] = (struct span){s->sh_addr, s->sh_addr + s->sh_size};
+        }
         for (size_t k = 0; k < sizeof GPU_SECTIONS / sizeof *GPU_SECTIONS; k++) {
             if (strcmp(name, GPU_SECTIONS[k]) || *n_runs == MAX_RUNS)
                 continue;
@@ -98,8 +109,24 @@ static bool is_site(const struct module *m, const struct span *stubs, int n_stub
     for (int i = 0; i < n_stubs; i++)
         if (vaddr >= stubs[i].begin && vaddr < stubs[i].end)
             return false;
-    const struct segment *s = segment_of(m, vaddr);
-    return s && s->prot & PROT_EXEC;
+    return is_executable(m, vaddr);
+}
+
+/* Whether the loader writes addresses into code: it takes the right to write away when it has done so, and the bytes of
+   the file are not those that run. */
+static bool has_text_relocations(const struct module *m)
+{
+    const Elf64_Ehdr *head = (const void *)m->file;
+    const Elf64_Phdr *p = (const void *)(m->file + head->e_phoff);
+    for (int i = 0; i < head->e_phnum; i++, p++) {
+        if (p->p_type != PT_DYNAMIC || p->p_offset > m->file_size || p->p_filesz > m->file_size - p->p_offset)
+            continue;
+        const Elf64_Dyn *d = (const void *)(m->file + p->p_offset), *end = d + p->p_filesz / sizeof *d;
+        for (; d < end && d->d_tag != DT_NULL; d++)
+            if (d->d_tag == DT_TEXTREL || (d->d_tag == DT_FLAGS && d->d_un.d_val & DF_TEXTREL))
+                return true;
+    }
+    return false;
 }
 
 /* The symbols of one section; none if it is no symbol table. */
@@ -167,6 +194,8 @@ static bool write_lib(const struct module *m, const char *name)
     if (!*problem) {
         if (!read_sections(m, stubs, &n_stubs, runs, &n_runs))
             problem = "no section table";
+        else if (has_text_relocations(m))
+            problem = "relocations of code";
         else if (!(table = search_table(m, &address, &count)))
             problem = "no search table of unwind entries";
     }
@@ -181,7 +210,7 @@ static bool write_lib(const struct module *m, const char *name)
         !(found = find_sites(m, stubs, n_stubs, table, address, count, &n_sites, &room)))
         problem = "no memory for its function starts";
 
-    char temporary[128], from[2200], to[2200];
+    char temporary[128], from[1200], to[1200];
     uint64_t path_size = (strlen(m->path) + 8) & -8ul;
     uint64_t size = sizeof(struct lib_head) + path_size + 8 * n_sites + n_runs * sizeof(struct run);
     snprintf(temporary, sizeof temporary, "%s-%s.new", tag(), name);
@@ -210,7 +239,7 @@ static bool write_lib(const struct module *m, const char *name)
 
 bool describe(struct module *m)
 {
-    char path[2200], use[80];
+    char path[1200], use[80];
     struct stat info;
     static int n_uses;
     if (!m->sites) {

@@ -11,7 +11,9 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
+#include <sys/uio.h>
 #include <ucontext.h>
 #include <unistd.h>
 
@@ -22,6 +24,14 @@ static int *(*program_errno)(void);
 
 /* --- the signal was not for us --------------------------------------------------------------------------------- */
 
+/* End the program by a signal, as if nobody had a handler for it. */
+static void end(int number)
+{
+    struct sigaction plain = {.sa_handler = SIG_DFL};
+    sigaction(number, &plain, NULL);
+    syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), number); /* comes when this handler returns, or at once */
+}
+
 static void pass_on(int number, siginfo_t *info, void *context)
 {
     struct sigaction action = wanted[number];
@@ -29,10 +39,12 @@ static void pass_on(int number, siginfo_t *info, void *context)
     if (action.sa_handler == SIG_IGN && !is_fault)
         return;
     if (action.sa_handler == SIG_DFL || action.sa_handler == SIG_IGN) {
-        struct sigaction plain = {.sa_handler = SIG_DFL};
-        sigaction(number, &plain, NULL);
-        if (number != SIGSEGV || !is_fault)
-            syscall(SYS_tgkill, getpid(), syscall(SYS_gettid), number); /* comes when this handler returns */
+        if (number != SIGSEGV || !is_fault) {
+            end(number);
+        } else { /* the instruction is met again, and the kernel says what it was */
+            struct sigaction plain = {.sa_handler = SIG_DFL};
+            sigaction(number, &plain, NULL);
+        }
         return;
     }
     if (action.sa_flags & SA_RESETHAND)
@@ -98,11 +110,6 @@ static const char *function_name(const struct module *m, uint64_t vaddr)
     return "";
 }
 
-static void say(const char *text)
-{
-    (void)!write(STDERR_FILENO, text, strlen(text));
-}
-
 static void log_function(const struct module *m, const struct range *r, const char *action)
 {
     char text[1200];
@@ -134,28 +141,38 @@ static bool restore_function(const struct module *m, uint64_t index)
     return true;
 }
 
-/* Removed code was called at `vaddr`. True if it is there again. */
-static bool meet_removed(const struct module *m, uint64_t vaddr)
+/* One line on stderr, in one step. */
+static void say(const struct module *m, const char *what, const char *name, uint64_t offset, const char *how)
+{
+    char place[64];
+    snprintf(place, sizeof place, "%sat offset 0x%lx", *name ? " " : "", offset);
+    const char *words[] = {"gpubloat: ", m->path, ": ", what, name, place,
+                           " was removed (unused in the traced runs) and is ", how,
+                           " now; trace this command, too: gpubloat libraries trace --out RUN -- COMMAND\n"};
+    struct iovec parts[sizeof words / sizeof *words];
+    for (size_t i = 0; i < sizeof words / sizeof *words; i++)
+        parts[i] = (struct iovec){(void *)words[i], strlen(words[i])};
+    (void)!writev(STDERR_FILENO, parts, sizeof words / sizeof *words);
+}
+
+enum met { NOT_OURS, GONE, BACK };
+
+/* What is at `vaddr`, where a trap was met: nothing that was removed; removed code; removed code that is there again. */
+static enum met meet_removed(const struct module *m, uint64_t vaddr)
 {
     const struct segment *s = segment_of(m, vaddr);
     uint64_t offset = s ? s->offset + (vaddr - s->vaddr) : 0, index = s ? range_from(m, offset) : m->n_ranges;
     if (index == m->n_ranges || m->ranges[index].offset > offset || m->ranges[index].kind != RANGE_FUNCTION)
-        return false;
+        return NOT_OURS;
     if (options.guard == GUARD_RESTORE) {
         if (!restore_function(m, index))
-            return false;
+            return GONE;
         log_function(m, &m->ranges[index], "restored");
-        return true;
+        return BACK;
     }
-    char text[2400];
-    const char *name = function_name(m, vaddr);
-    snprintf(text, sizeof text,
-             "gpubloat: %s: function %s%sat offset 0x%lx was removed (unused in the traced runs) and is called now; trace "
-             "this command, too: gpubloat libraries trace --out RUN -- COMMAND\n",
-             m->path, name, *name ? " " : "", offset);
-    say(text);
+    say(m, "function ", function_name(m, vaddr), offset, "called");
     log_function(m, &m->ranges[index], "reported");
-    return false;
+    return GONE;
 }
 
 static void on_trap(int number, siginfo_t *info, void *context)
@@ -170,10 +187,14 @@ static void on_trap(int number, siginfo_t *info, void *context)
         *(volatile uint8_t *)address = m->file[s->offset + (m->sites[site] - s->vaddr)];
         m->hits[site] = 1;
         registers[REG_RIP] = address;
-    } else if (m && m->n_ranges && meet_removed(m, address - m->bias)) {
-        registers[REG_RIP] = address;
     } else {
-        pass_on(number, info, context);
+        enum met met = m && m->n_ranges ? meet_removed(m, address - m->bias) : NOT_OURS;
+        if (met == BACK)
+            registers[REG_RIP] = address;
+        else
+            pass_on(number, info, context);
+        if (met == GONE)
+            end(number); /* a handler that returns would lead through what was removed into other code */
     }
     errno = before;
 }
@@ -203,6 +224,23 @@ static const struct range *owner(const struct module *m, uint64_t offset)
     return is_whole ? r : NULL;
 }
 
+/* The same from our own mapping of the original: its path leads elsewhere by now (it was replaced, the program changed its
+   root), or no file can be opened. All pages appear in one step. */
+static bool copy_pages(const struct module *m, const struct segment *s, uint64_t vaddr, uint64_t end)
+{
+    uint64_t offset = s->offset + vaddr - s->vaddr, size = end - vaddr;
+    uint64_t left = offset < m->file_size ? m->file_size - offset : 0;
+    void *new = mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (new == MAP_FAILED)
+        return false;
+    memcpy(new, m->file + offset, size < left ? size : left);
+    if (!mprotect(new, size, s->prot) &&
+        mremap(new, size, size, MREMAP_MAYMOVE | MREMAP_FIXED, (void *)(m->bias + vaddr)) != MAP_FAILED)
+        return true;
+    munmap(new, size);
+    return false;
+}
+
 /* Pages [vaddr, end) of the original in the place of the copy's. Where the segment is not writable nothing in it was
    changed since it was mapped, so these are the file's pages, shared and in one step. */
 static bool restore_pages(const struct module *m, const struct segment *s, uint64_t vaddr, uint64_t end)
@@ -216,11 +254,13 @@ static bool restore_pages(const struct module *m, const struct segment *s, uint6
             fill_page(m, offset + at, (uint8_t *)first + at);
         return !mprotect(first, end - vaddr, s->prot);
     }
+    struct stat info;
     int fd = open(m->path, O_RDONLY | O_CLOEXEC);
-    void *got = fd < 0 ? MAP_FAILED : mmap(first, end - vaddr, s->prot, MAP_PRIVATE | MAP_FIXED, fd, offset);
+    bool is_same = fd >= 0 && !fstat(fd, &info) && is_file_of(m, &info);
+    void *got = is_same ? mmap(first, end - vaddr, s->prot, MAP_PRIVATE | MAP_FIXED, fd, offset) : MAP_FAILED;
     if (fd >= 0)
         close(fd);
-    return got != MAP_FAILED;
+    return got != MAP_FAILED || copy_pages(m, s, vaddr, end);
 }
 
 static const struct run *run_of(const struct module *m, uint64_t vaddr)
@@ -261,21 +301,16 @@ static bool meet_removed_page(const struct module *m, const struct segment *s, c
         snprintf(text, sizeof text, "page\t%s\t%lu\t%s\t%s", options.guard == GUARD_RESTORE ? "restored" : "reported",
                  offset, r ? "whole" : "edge", m->path);
         note("miss", text);
-        if (r && options.guard == GUARD_REPORT) {
-            snprintf(text, sizeof text,
-                     "gpubloat: %s: GPU code at offset 0x%lx was removed (unused in the traced runs) and is loaded now; "
-                     "trace this command, too: gpubloat libraries trace --out RUN -- COMMAND\n",
-                     m->path, offset);
-            say(text);
-        }
+        if (r && options.guard == GUARD_REPORT)
+            say(m, "GPU code ", "", offset, "loaded");
     }
     if (options.guard == GUARD_RESTORE && restore_pages(m, s, begin, end))
         return true;
     return !mprotect((void *)(m->bias + begin), end - begin, s->prot);
 }
 
-/* True if `address` was on a shut page, which is open now. */
-static bool open_page(const struct module *m, uint64_t address)
+/* True if `address` was on a shut page, which is open now. `needed` is the right that the access needs. */
+static bool open_page(const struct module *m, uint64_t address, int needed)
 {
     uint64_t vaddr = (address - m->bias) & -PAGE;
     const struct run *run = run_of(m, vaddr);
@@ -285,9 +320,9 @@ static bool open_page(const struct module *m, uint64_t address)
     const struct segment *s = segment_of(m, vaddr + PAGE - 1);
     if (!s)
         s = segment_of(m, vaddr);
-    if (!s || *touched == 255)
-        return false; /* it was opened again and again: the fault has another reason */
-    bool is_first = !__atomic_fetch_add(touched, 1, __ATOMIC_RELAXED);
+    if (!s || !(s->prot & needed))
+        return false; /* would fault on the open page, too */
+    bool is_first = !__atomic_exchange_n(touched, 1, __ATOMIC_RELAXED);
     if (options.swap)
         return meet_removed_page(m, s, run, vaddr, is_first);
     if (!mprotect((void *)(m->bias + vaddr), PAGE, s->prot))
@@ -296,22 +331,46 @@ static bool open_page(const struct module *m, uint64_t address)
     return !mprotect((void *)(m->bias + run->vaddr), run->n_pages * PAGE, s->prot);
 }
 
+/* Where this library is. */
+extern const char __ehdr_start[] __attribute__((visibility("hidden"))), _end[] __attribute__((visibility("hidden")));
+
+/* True if it was on_trap that could not write: the program has taken the right to do so from its code (one that patches
+   functions does), and has it again. */
+static bool allow_own_write(const struct module *m, uint64_t address, uint64_t from)
+{
+    return m->hits && site_at(m, address - m->bias) >= 0 && from >= (uint64_t)__ehdr_start && from < (uint64_t)_end &&
+           !mprotect((void *)(address & -PAGE), PAGE, PROT_READ | PROT_WRITE | PROT_EXEC);
+}
+
 static void on_fault(int number, siginfo_t *info, void *context)
 {
-    int before = errno;
-    const struct module *m = info->si_code == SEGV_ACCERR ? module_at((uint64_t)info->si_addr) : NULL;
-    if (!m || !m->n_runs || !open_page(m, (uint64_t)info->si_addr))
+    const greg_t *registers = ((ucontext_t *)context)->uc_mcontext.gregs;
+    int before = errno, error = registers[REG_ERR]; /* Intel SDM 3A, 4.7: bit 1 writes, bit 4 instruction fetches */
+    int needed = error & 2 ? PROT_WRITE : error & 16 ? PROT_EXEC : PROT_READ;
+    uint64_t address = (uint64_t)info->si_addr;
+    const struct module *m = info->si_code == SEGV_ACCERR ? module_at(address) : NULL;
+    bool is_ours = m && ((m->n_runs && open_page(m, address, needed)) ||
+                         (needed == PROT_WRITE && allow_own_write(m, address, registers[REG_RIP])));
+    if (!is_ours)
         pass_on(number, info, context);
     errno = before;
 }
 
 /* --- the program's own handlers and masks ------------------------------------------------------------------------- */
 
-static int fail(int error)
+int fail(int error)
 {
     if (program_errno)
         *program_errno() = error;
     return -1;
+}
+
+uint64_t owned_signals(void)
+{
+    uint64_t mask = 0;
+    for (int i = 1; i < 65; i++)
+        mask |= (uint64_t)owned[i] << (i - 1);
+    return mask;
 }
 
 static int our_sigaction(int number, const struct sigaction *action, struct sigaction *old)
@@ -344,9 +403,8 @@ static int our_sigmask(int how, const sigset_t *set, sigset_t *old)
     if (set) {
         memcpy(&mask, set, sizeof mask);
         mask &= ~(3ul << 31); /* 32 and 33 are the C library's own */
-        for (int i = 1; i < 65 && how != SIG_UNBLOCK; i++)
-            if (owned[i])
-                mask &= ~(1ul << (i - 1));
+        if (how != SIG_UNBLOCK)
+            mask &= ~owned_signals();
     }
     long result;
     register long size __asm__("r10") = 8;
@@ -381,7 +439,11 @@ void hook_signals(struct module *m)
     static const struct {
         const char *name;
         const void *to;
-    } hooks[] = {{"sigaction", our_sigaction}, {"pthread_sigmask", our_sigmask}, {"sigprocmask", our_sigprocmask}};
+    } hooks[] = {
+        {"sigaction", our_sigaction}, {"pthread_sigmask", our_sigmask}, {"sigprocmask", our_sigprocmask},
+        {"sigsuspend", our_sigsuspend}, {"ppoll", our_ppoll}, {"pselect", our_pselect},
+        {"epoll_pwait", our_epoll_pwait},
+    };
     const Elf64_Ehdr *head = (const void *)m->file;
     if (!owned[SIGTRAP] && !owned[SIGSEGV])
         return;
@@ -405,6 +467,8 @@ void hook_signals(struct module *m)
             const char *name = names + symbol->st_name;
             if (!strcmp(name, "__errno_location"))
                 program_errno = (int *(*)(void))(m->bias + symbol->st_value);
+            if (!strcmp(name, "pthread_setcanceltype"))
+                program_set_cancel_type = (int (*)(int, int *))(m->bias + symbol->st_value);
             for (size_t h = 0; h < sizeof hooks / sizeof *hooks; h++)
                 if (!strcmp(name, hooks[h].name) &&
                     (symbol->st_size < 14 || !redirect(m->bias + symbol->st_value, hooks[h].to)))
@@ -427,6 +491,6 @@ void install_handlers(void)
 {
     if (options.trace_functions || (options.swap && options.guard != GUARD_OFF))
         own(SIGTRAP, on_trap);
-    if (options.trace_pages || (options.swap && options.guard_pages))
+    if (options.trace_functions || options.trace_pages || (options.swap && options.guard_pages))
         own(SIGSEGV, on_fault);
 }
