@@ -27,7 +27,7 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """All checks. Looks only; loads the driver library, sets nothing, needs no GPU."""
-    return [_system(), _memory(), _disk(), _driver(), _nvml(), _compiler(), _cupti(), *_packages()]
+    return [_system(), _observation(), _memory(), _disk(), _driver(), _nvml(), _compiler(), _cupti(), *_packages()]
 
 
 def _system() -> Check:
@@ -35,6 +35,14 @@ def _system() -> Check:
     if sys.platform != "linux":
         return Check("system", "limited", found, "reading works everywhere; tracing and GPU work need Linux")
     return Check("system", "yes", found)
+
+
+def _observation() -> Check:
+    if (sys.platform, platform.machine(), platform.libc_ver()[0]) != ("linux", "x86_64", "glibc"):
+        return Check("trace, exec, verify", "no", "not here", "they need Linux on x86-64 with glibc")
+    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+        return Check("trace, exec, verify", "no", "no C compiler", "install gcc")
+    return Check("trace, exec, verify", "yes", f"glibc {platform.libc_ver()[1]} on x86-64, and a C compiler")
 
 
 def _memory() -> Check:

@@ -13,6 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
+from gpubloat.analysis import debloat, usage
 from gpubloat.analysis import libraries as analysis
 from gpubloat.errors import GpubloatError
 from gpubloat.plots import libraries as plots
@@ -42,6 +43,19 @@ def write(run: Run, path: Path, *, force: bool = False) -> None:
 
 
 def _libraries(run: Run) -> list[tuple[str, str]]:
+    """What the run's tables allow: a scan, a traced run, a debloated folder, a verification."""
+    parts = []
+    if {"loaded", "used_functions", "evidence", "elements"} <= set(run):
+        parts.append(("What was used", _table(usage.overview(run))))
+    if "reduction" in tuple(run):
+        parts.append(("What was removed", _table(debloat.overview(run["reduction"]))))
+    for name, title in (("verdicts", "Originals against copies"), ("misses", "Removed code that was met")):
+        if name in tuple(run) and len(run[name]):
+            parts.append((title, _table(run[name].head(200))))
+    return parts + (_scan(run) if {"libraries", "elements"} <= set(run) else [])
+
+
+def _scan(run: Run) -> list[tuple[str, str]]:
     shares = analysis.code_shares(run["libraries"])
     parts = [
         ("Libraries", _table(analysis.overview(run["libraries"], run["elements"]))),
@@ -58,7 +72,7 @@ def _libraries(run: Run) -> list[tuple[str, str]]:
         parts.append(("Bytes by target", _figure(lambda ax: plots.target_heatmap(shown, ax=ax), height)))
     if run.provenance.get("target"):
         parts.append((f"What {run.provenance['target']} can load", _table(analysis.fits(run["elements"]))))
-    if len(run["problems"]):
+    if "problems" in tuple(run) and len(run["problems"]):
         parts.append(("Problems", _table(run["problems"].head(200))))
     return parts
 

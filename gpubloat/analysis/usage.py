@@ -32,12 +32,12 @@ def overview(run: Mapping[str, pd.DataFrame], top: int = 20) -> pd.DataFrame:
     """What one run used of each library, the largest first, then the other libraries, then the total.
 
     `run` has the tables loaded, libraries, used_functions, elements, evidence. Columns: library, file_bytes,
-    cpu_code_bytes and its cpu_used_frac (bytes of functions that were entered), n_functions (whose entry could be
-    recorded) and n_used, gpu_code_bytes and its gpu_used_frac (stored bytes of elements with any evidence), n_elements
-    and n_elements_used.
+    cpu_code_bytes and its cpu_used_frac (bytes of functions that were entered; empty where none was watched), n_watched
+    (functions whose entry could be recorded) and n_used, gpu_code_bytes and its gpu_used_frac (stored bytes of elements
+    with any evidence), n_elements and n_elements_used.
     """
     columns = ["library", "cpu_code_bytes", "gpu_code_bytes", "n_elements"]
-    names = {"n_functions_watched": "n_functions", "n_functions_used": "n_used"}
+    names = {"n_functions_watched": "n_watched", "n_functions_used": "n_used"}
     table = run["loaded"][["library", "file_bytes", *names]].rename(columns=names)
     table = table.merge(run["libraries"][columns], on="library", how="left")
     used = run["evidence"][["library", "region", "element"]].drop_duplicates()
@@ -52,7 +52,8 @@ def overview(run: Mapping[str, pd.DataFrame], top: int = 20) -> pd.DataFrame:
     table = folded(table.sort_values(["file_bytes", "library"], ascending=[False, True]), top)
     for part in ("cpu", "gpu"):
         table[f"{part}_used_frac"] = table[f"{part}_used_bytes"] / table[f"{part}_code_bytes"].replace(0, np.nan)
-    order = ["cpu_code_bytes", "cpu_used_frac", "n_functions", "n_used", "gpu_code_bytes", "gpu_used_frac"]
+    table["cpu_used_frac"] = table["cpu_used_frac"].where(table["n_watched"] > 0)
+    order = ["cpu_code_bytes", "cpu_used_frac", "n_watched", "n_used", "gpu_code_bytes", "gpu_used_frac"]
     return table[["library", "file_bytes", *order, "n_elements", "n_elements_used"]]
 
 

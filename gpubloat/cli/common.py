@@ -65,8 +65,9 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 
     columns = {}
     for name in frame.columns:
-        if name.endswith("_bytes"):
-            columns[name.removesuffix("_bytes") + " MB"] = (frame[name] / 1e6).round(2)
+        what, is_bytes, rest = name.partition("_bytes")
+        if is_bytes and rest in ("", "_after"):
+            columns[f"{what}{rest} MB"] = (frame[name] / 1e6).round(2)
         elif name.endswith("_frac"):
             columns[name.removesuffix("_frac") + " %"] = (frame[name] * 100).round(1)
         else:
@@ -85,7 +86,11 @@ def print_table(frame: pd.DataFrame, title: str, to_stderr: bool = False) -> Non
     for name in frame.columns:
         is_text = pd.api.types.is_string_dtype(frame[name])
         table.add_column(
-            name.replace("_", " "), justify="left" if is_text else "right", no_wrap=is_text, overflow="ellipsis"
+            name.replace("_", " "),
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,  # in a narrow terminal names wrap, numbers stay whole
+            min_width=max((len(_cell(value)) for value in frame[name]), default=0) if not is_text else 12,
+            overflow="fold",
         )
     for row in frame.itertuples(index=False, name=None):
         table.add_row(*(escape(_cell(v)) for v in row))

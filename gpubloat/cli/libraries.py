@@ -31,7 +31,10 @@ app = typer.Typer(
 )
 Guard = Annotated[
     str,
-    typer.Option(metavar="restore|restore-cpu|report|off", help="What to do when removed code is met."),
+    typer.Option(
+        metavar="restore|restore-cpu|report|off",
+        help="Removed code that is met: bring it back; functions only; say what it was and stop; nothing (a trap).",
+    ),
 ]
 # Where nothing was found: what could be looked at instead.
 _NOTHING = (
@@ -143,6 +146,7 @@ def trace(
             sources=Sources(functions, pages, cupti),
             executor=pool,
             progress=True,
+            stdout=sys.stderr.fileno() if as_json else None,  # one JSON object and nothing else
             command_line=command_line(),
         )
     if csv is not None:
@@ -158,7 +162,10 @@ def trace(
                 print(f"note: {process.program}: {printable(str(process.problem))}", file=sys.stderr)
         for place in filter(None, (csv, out)):
             print(f"wrote {place}", file=sys.stderr)
-    raise typer.Exit(_status(run.provenance["exit_status"]))
+    status = _status(run.provenance["exit_status"])
+    if status:
+        print(f"note: the command ended with status {status}; the run records what it used until then", file=sys.stderr)
+    raise typer.Exit(status)
 
 
 @app.command("debloat")
@@ -169,11 +176,14 @@ def debloat(
     ],
     out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Write copies and manifest.json here.")],
     targets: Annotated[
-        str | None, typer.Option(metavar="GPU,...", help="GPUs to keep code for, for example sm_80,sm_90.")
+        str | None, typer.Option(metavar="GPU,...", help="GPUs to keep code for: sm_80,sm_90 or A100,H100.")
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(metavar="zeroed|moved", help="Same offsets, or kept elements moved to the front of their region."),
+        typer.Option(
+            metavar="zeroed|moved",
+            help="Same offsets (default for runs), or kept elements moved to the front (default for targets alone).",
+        ),
     ] = None,
     zstd: Annotated[bool, typer.Option("--zstd", help="Also measure how well originals and copies compress.")] = False,
     jobs: Jobs = 1,
@@ -287,20 +297,42 @@ def verify(
         run.to_csv(csv, force=force)
     verdict = run.provenance["verdict"]
     if as_json:
-        print(json.dumps({"verdict": verdict, "verdicts": records(run["verdicts"])}))
+        details = {"verdict": verdict, "n_misses": run.provenance.get("n_misses")}
+        print(json.dumps(details | {"verdicts": records(run["verdicts"])}))
     else:
         print_table(shown(run["verdicts"]), title="originals against copies")
+        about = run.provenance
+        for loading, complaint in about.get("complaints", {}).items():
+            if complaint:
+                print(f"note: {loading}: {printable(complaint)}")
+        if about.get("n_misses"):
+            print(f"note: the copies met removed code {about['n_misses']} times, and the guard acted: see exec --out")
+        if repeat == 1 and verdict == "differs":
+            print("note: one round cannot tell whether the originals differ among themselves, too: use --repeat")
         print(f"verdict: {verdict}")
     raise typer.Exit(0 if verdict in ("equal", "not_deterministic") else 1)
 
 
 @app.command("apply")
-def apply(folder: Annotated[Path, typer.Argument(metavar="DIR", help="What debloat wrote.")]) -> None:
-    """Put the copies in the place of the originals, which are kept in DIR: for container images."""
-    from gpubloat.libraries import inplace
+def apply(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="What debloat wrote.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list the files that would be replaced.")] = False,
+) -> None:
+    """Put the copies in the place of the originals, which are kept in DIR: for container images.
 
-    for library in inplace.apply(folder):
+    System libraries that a run loaded are replaced, too, for every program and without a guard: look with --dry-run.
+    """
+    from gpubloat.libraries import inplace, manifest
+
+    if dry_run:
+        for entry in manifest.read(folder).libraries:
+            print(f"would replace {printable(entry.path)}")
+        return
+    replaced = inplace.apply(folder)
+    for library in replaced:
         print(f"replaced {printable(library)}")
+    if not replaced:
+        print("nothing to replace: the copies are in place already, or the folder holds a wheel")
     for library in inplace.in_use(folder):
         print(f"note: {printable(library)} was left alone: gpubloat itself runs on it", file=sys.stderr)
 
@@ -310,8 +342,11 @@ def restore(folder: Annotated[Path, typer.Argument(metavar="DIR", help="What deb
     """Give the originals back, byte for byte, after apply."""
     from gpubloat.libraries import inplace
 
-    for library in inplace.restore(folder):
+    restored = inplace.restore(folder)
+    for library in restored:
         print(f"restored {printable(library)}")
+    if not restored:
+        print("nothing to restore: no copy of this folder is in place")
 
 
 def _about(run: Run) -> dict[str, object]:

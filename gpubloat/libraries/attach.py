@@ -46,7 +46,7 @@ def audited(given: Mapping[str, str], **variables: str) -> dict[str, str]:
     return env | variables
 
 
-def run(command: Sequence[str], env: Mapping[str, str]) -> int:
+def run(command: Sequence[str], env: Mapping[str, str], stdout: int | None = None) -> int:
     """Run `command` with our stdin, stdout and stderr; its exit status (negative: the signal that ended it).
 
     GpubloatError if it cannot be started. What a terminal or a service manager sends to end us goes to the command,
@@ -58,7 +58,7 @@ def run(command: Sequence[str], env: Mapping[str, str]) -> int:
         raise GpubloatError(f"{command[0]} is no program that can be run", "check its name, or give its whole path")
     with _passing_signals() as started:
         try:
-            process = subprocess.Popen(list(command), env=dict(env))
+            process = subprocess.Popen(list(command), env=dict(env), stdout=stdout)
         except OSError as error:
             raise GpubloatError(f"{command[0]} cannot be started: {error.strerror}") from None
         started(process)

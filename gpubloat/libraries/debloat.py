@@ -99,6 +99,8 @@ def spelled(targets: Sequence[str]) -> tuple[str, ...]:
     numbers = {gpu_targets.gpu(part) for text in given for part in text.split(",") if part.strip()}
     if not numbers:
         raise GpubloatError("no GPU to keep code for", "name at least one, such as sm_90")
+    for number in sorted(numbers - set(gpu_targets.KNOWN)):
+        raise GpubloatError(f"no GPU is known to be sm_{number}", "code for it cannot be told from code for none")
     return tuple(f"sm_{number}" for number in sorted(numbers))
 
 

@@ -43,7 +43,7 @@ def read(file: Elf, library: str, prefix: str = "", base: int = 0) -> tuple[pd.D
     own with `is_cold`. Addresses outside executable sections, and the stubs in `.plt*`, are left out. In files
     without sections the executable segments take their place. `prefix` and `base` place a member of an archive.
     """
-    code = _code_ranges(file)
+    code = code_ranges(file)
     if not len(code.begins):
         return Functions.none(), Counts(0, None, 0, 0)
     starts, strings = _starts(file)
@@ -133,7 +133,7 @@ def _union(starts: Array, sizes: Array) -> int:
     return int(np.maximum(stop - np.maximum(start, before), 0).sum())
 
 
-def _code_ranges(file: Elf) -> CodeRanges:
+def code_ranges(file: Elf) -> CodeRanges:
     """The executable sections, or segments in a file without sections, sorted by address."""
     if file.sections:
         rows = [(s.sh_addr, s.sh_size, s.sh_offset, s.name, s.index) for s in file.sections if s.is_code]

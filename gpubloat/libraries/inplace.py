@@ -74,12 +74,12 @@ def in_use(folder: str | os.PathLike[str]) -> list[str]:
             mapped = {line.split(None, 5)[5].rstrip(b"\n") for line in file if line.count(b"/")}
     except OSError:  # not Linux: `exec` is not for this system, and there is nothing to trace here
         return []
-    names = []
-    for entry in manifest.read(root).libraries:
-        if os.fsencode(os.path.realpath(entry.path)).replace(b"\n", b"\\012") in mapped:
-            if (manifest.ranges(root, entry)["kind"] == CPU).any():
-                names.append(entry.library)
-    return names
+    own = [e for e in manifest.read(root).libraries if _as_mapped(e.path) in mapped]
+    return [e.library for e in own if (manifest.ranges(root, e)["kind"] == CPU).any()]
+
+
+def _as_mapped(path: str) -> bytes:
+    return os.fsencode(os.path.realpath(path)).replace(b"\n", b"\\012")
 
 
 def restore(folder: str | os.PathLike[str], library: str | None = None) -> list[str]:

@@ -40,6 +40,7 @@ import pandas as pd
 
 from gpubloat.libraries import elf, entries
 from gpubloat.libraries.elf import PAGE, Array, Elf
+from gpubloat.libraries.functions import code_ranges
 from gpubloat.libraries.reader import Reader
 from gpubloat.libraries.union import Usage
 from gpubloat.tables import targets
@@ -129,7 +130,8 @@ def elements(table: pd.DataFrame, regions: pd.DataFrame, usage: Usage | None, wa
     """Rows of `removed` for the elements of one library. `usage` None: by target alone, reason I only."""
     is_outer = table["member"].isna().to_numpy(bool)
     outer = table[is_outer]
-    is_raw = outer["region"].map(regions.set_index("region")["is_raw_cubin"]).to_numpy(bool)
+    raw = dict(zip(regions["region"].tolist(), regions["is_raw_cubin"].tolist()))
+    is_raw = np.array([raw.get(region, True) for region in outer["region"].tolist()], bool)
     not_known = (outer["payload_bytes"] == 0).to_numpy() | (outer["kind"] == "unknown").to_numpy()
     kept = not_known | _used(outer, usage)
     fits = {t: targets.fit(table, t)["is_loadable"].to_numpy(bool)[is_outer] for t in wanted}
@@ -189,6 +191,7 @@ def functions(reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage:
     used = np.isin(offset, usage.functions)
     stubs = table["section"].isin([".init", ".fini"]) | table["section"].str.startswith(".plt")
     bounded = table["boundary"].isin(BOUNDED_BY).to_numpy(bool) & (size > 0) & ~stubs.to_numpy(bool)
+    bounded &= _is_code(file, offset, size)
     bounded &= ~_entered_inside(offset, size, np.concatenate([offset, usage.functions]))
     bounded &= ~np.isin(address, entries.fixed(file).astype(np.int64))
     bounded &= ~_overlaps(offset, size, regions["offset_bytes"].to_numpy(), regions["size_bytes"].to_numpy())
@@ -203,6 +206,19 @@ def functions(reader: Reader, table: pd.DataFrame, regions: pd.DataFrame, usage:
         candidate &= ~entries.jumped_into(reader, address, offset, size, sources, is_cold)
     candidate &= ~_overlaps(offset, size, offset[~candidate], size[~candidate])
     return _rows(table.assign(size_bytes=size)[candidate]), int((~used & ~bounded).sum())
+
+
+def _is_code(file: Elf, offset: Array, size: Array) -> Array:
+    """Whether a range lies in one executable section of the file: a damaged table can say anything."""
+    code = code_ranges(file)
+    order = np.argsort(code.offsets)
+    begins = code.offsets[order]
+    ends = begins + (code.ends - code.begins).astype(np.int64)[order]
+    row = np.searchsorted(begins, offset, "right") - 1
+    if not len(begins):
+        return np.zeros(len(offset), bool)
+    found: Array = (row >= 0) & (size <= ends[row] - offset)
+    return found
 
 
 def _without_marks(reader: Reader, offset: Array, size: Array, is_fde: Array) -> Array:
@@ -258,8 +274,9 @@ def _cold_of_used(table: pd.DataFrame, used: Array) -> Array:
 def _disjoint(removed: pd.DataFrame, header: Array, file_size: int) -> Array:
     """Rows that lie in the file and, headers included, behind all before them. Only damaged files have others."""
     start = removed["offset_bytes"].to_numpy(np.int64)
-    stop = start + removed["size_bytes"].to_numpy(np.int64)
-    start = start - header
+    size = removed["size_bytes"].to_numpy(np.int64)
+    is_inside: Array = (start <= file_size) & (size <= file_size - np.minimum(start, file_size)) & (header <= start)
+    stop = np.where(is_inside, start + np.minimum(size, file_size), 0)
     before = np.concatenate([[0], np.maximum.accumulate(stop)[:-1]]) if len(stop) else stop
-    found: Array = (start >= before) & (stop <= file_size)
+    found: Array = is_inside & (start - header >= before)
     return found

@@ -119,6 +119,22 @@ def read(folder: Path) -> Record:
     return Record([w for w in watched.values() if w.processes], processes, misses, problems)
 
 
+def with_text_paths(found: Record) -> list[Watched]:
+    """The libraries whose paths a table can hold. The others become problems of the record."""
+    kept = []
+    for watched in found.libraries:
+        if (shown := text(watched.path)) == watched.path:
+            kept.append(watched)
+        else:
+            found.problems.append(f"{shown} was left out: its path is no UTF-8")
+    return kept
+
+
+def text(name: str) -> str:
+    """What is no UTF-8 as escapes: a table can hold nothing else."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+
+
 def _files(folder: Path, kind: str, problems: list[str]) -> list[Path]:
     """The files of one kind, by name. Pipes (which would wait for ever), folders and foreign names are problems."""
     found = []

@@ -29,7 +29,6 @@ from gpubloat.libraries.names import library_names
 from gpubloat.libraries.onefile import Options, Tables
 from gpubloat.libraries.record import PAGE, Record, Watched
 from gpubloat.libraries.scan import scan_each
-from gpubloat.native import build
 from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables import targets
 from gpubloat.tables.usage import TABLES as USAGE
@@ -68,6 +67,7 @@ def trace(
     env: Mapping[str, str] | None = None,
     executor: Executor | None = None,
     progress: bool = False,
+    stdout: int | None = None,
     command_line: str = "gpubloat.libraries.trace",
 ) -> Run:
     """Run `command` and its children unchanged, and record what they use.
@@ -83,6 +83,7 @@ def trace(
     sources : what to record.
     env : environment of the command; default, this process's.
     executor : for the scan of the loaded libraries.
+    stdout : file descriptor for what the command prints; default, this process's own.
     command_line : what run.json says was run.
 
     Returns
@@ -104,7 +105,7 @@ def trace(
         variables, why_no_cupti = _variables(folder, sources, given)
         started, status = time.monotonic(), 0
         for _ in range(repeat):
-            status = attach.run(command, variables) or status
+            status = attach.run(command, variables, stdout) or status
         wall = (time.monotonic() - started) / repeat
         names = [*USAGE, *SCANNED]
         with RunWriter("libraries", names, out, force) as writer:
@@ -143,7 +144,7 @@ def _collect(
     """Turn the record into tables; what run.json says about them."""
     started = time.monotonic()
     found = record.read(folder)
-    found.libraries = _one_each(found.libraries)
+    found.libraries = _one_each(record.with_text_paths(found))
     logs = cuptilog.read_all(folder)
     gpus = [target] if target else evidence.gpus(logs)
     names = library_names([w.path for w in found.libraries])
@@ -271,7 +272,8 @@ def _processes(found: Record, logs: Iterable[cuptilog.Log], why_no_cupti: str) -
         has_driver = any(os.path.basename(w.path).startswith("libcuda.so") for w in mine)
         state, problem = states.get(int(process.pid), _no_log(has_driver, why_no_cupti))
         problems = dict.fromkeys([*process.problems, problem])
-        rows.append((number, process.program, len(mine), state, "; ".join(filter(None, problems))))
+        said = record.text("; ".join(filter(None, problems)))
+        rows.append((number, record.text(process.program), len(mine), state, said))
     return pd.DataFrame(rows, columns=list(USAGE["processes"].to_schema().columns))
 
 

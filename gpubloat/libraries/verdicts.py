@@ -79,7 +79,7 @@ def verdict(loading: str, runs: Sequence[Measured]) -> dict[str, Any]:
     row: dict[str, Any] = {
         "loading": loading,
         "n_repeats": len(originals),
-        "is_deterministic": is_deterministic,
+        "is_deterministic": is_deterministic if len(originals) > 1 else None,
         "is_equal": is_equal,
         "verdict": found,
     }

@@ -15,8 +15,7 @@ import pandas as pd
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import cost, manifest, record, sampling
 from gpubloat.libraries.cost import Cost
-from gpubloat.libraries.execute import environment, problems
-from gpubloat.libraries.execute import GUARDS
+from gpubloat.libraries.execute import GUARDS, environment, problems
 from gpubloat.libraries.verdicts import VARIANTS, VERDICTS, Measured, complaint, last_line, numbers, repeats, verdict
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 

@@ -11,6 +11,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
+from matplotlib.ticker import MaxNLocator
 
 from gpubloat.plots.libraries import MB, short
 from gpubloat.plots.style import GREY, HATCHES, MAGNITUDE, PALETTE
@@ -264,7 +265,8 @@ def agreement_bars(
     ax.set_yticks(range(len(table)), [short(n, 27) for n in table["library"]])
     ax.set_ylim(max(len(table), 1) - 0.4, -0.6)
     ax.set_xlim(0, top * 1.35)
-    ax.set_xlabel("used elements (recall / precision)", loc="right")
+    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
+    ax.set_xlabel(f"used elements (recall / precision of {second})", loc="right")
     _legend_above(ax, 3)
     return ax
 

@@ -73,7 +73,9 @@ class Verdicts(Table):
 
     loading: Series[str] = column("CUDA_MODULE_LOADING", isin=["lazy", "eager", "default"], unique=True)
     n_repeats: Series[int] = column("rounds of each variant", ge=1)
-    is_deterministic: Series[bool] = column("all original runs gave the same output")
+    is_deterministic: Series[pd.BooleanDtype] = column(
+        "all original runs gave the same output; empty after one round", nullable=True
+    )
     is_equal: Series[bool] = column("all runs of the copies gave the output of the originals")
     wall_s: Series[float] = column("median of the originals", ge=0)
     wall_s_after: Series[float] = column("median of the copies", ge=0)

@@ -115,7 +115,7 @@ class Overhead(Table):
     """One row = one run of a workload under one way of recording it."""
 
     variant: Series[str] = column(
-        "none; callbacks: CUPTI's few; all: they, functions and pages; domains: CUPTI's whole domains; profiler: torch's"
+        "none; callbacks: CUPTI's few; all: and functions, pages; domains: CUPTI's whole domains; profiler: torch's"
     )
     repeat: Series[int] = column("number of the round", ge=0)
     exit_status: Series[int] = column("of the command; negative: the signal that ended it")

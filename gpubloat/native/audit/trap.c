@@ -182,10 +182,12 @@ static void on_trap(int number, siginfo_t *info, void *context)
     int before = errno;
     const struct module *m = info->si_code == SI_KERNEL ? module_at(address) : NULL;
     int64_t site = m && m->hits ? site_at(m, address - m->bias) : -1;
-    if (site >= 0) {
-        const struct segment *s = segment_of(m, m->sites[site]);
-        *(volatile uint8_t *)address = m->file[s->offset + (m->sites[site] - s->vaddr)];
+    const struct segment *s = site >= 0 ? segment_of(m, m->sites[site]) : NULL;
+    uint8_t original = s ? m->file[s->offset + (m->sites[site] - s->vaddr)] : 0xcc;
+    if (s)
         m->hits[site] = 1;
+    if (original != 0xcc) { /* else the trap is the file's own: of a debloated copy that was put in place, say */
+        *(volatile uint8_t *)address = original;
         registers[REG_RIP] = address;
     } else {
         enum met met = m && m->n_ranges ? meet_removed(m, address - m->bias) : NOT_OURS;
