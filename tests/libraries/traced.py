@@ -52,8 +52,9 @@ def run(
             used = known[known["function"].isin(wanted) | known["offset_bytes"].isin(wanted)]
             used = used[["library", "function", "address", "offset_bytes", "size_bytes"]].assign(n_processes=1)
             writer.append("used_functions", used)
+            digest = "" if is_gone else tables["libraries"]["sha256"].iloc[0]
             loaded = {
-                "library": library, "path": str(path), "sha256": "" if is_gone else tables["libraries"]["sha256"].iloc[0],
+                "library": library, "path": str(path), "sha256": digest,
                 "file_bytes": path.stat().st_size, "n_processes": 1, "n_functions_watched": len(known),
                 "n_functions_used": len(used), "cpu_problem": problem, "n_pages_guarded": pages, "n_pages_touched": 0,
             }  # fmt: skip

@@ -67,7 +67,8 @@ def test_exactly_the_functions_that_ran(sample: Path, tmp_path: Path) -> None:
 def test_functions_without_unwind_entries_are_known_by_their_symbols(tmp_path: Path) -> None:
     assembly = """
     int plain(void) { return 1; }
-    __asm__(".text\\n.globl by_hand\\n.type by_hand,@function\\nby_hand: mov $7, %eax\\nret\\n.size by_hand, .-by_hand");
+    __asm__(".text\\n.globl by_hand\\n.type by_hand,@function\\nby_hand: mov $7, %eax\\nret\\n"
+            ".size by_hand, .-by_hand");
     """
     library = shared(tmp_path, assembly)
     text, found = observe(tmp_path, LOAD + "print(lib.by_hand())", str(library))
@@ -125,7 +126,8 @@ def test_children_by_fork_spawn_and_exec(sample: Path, tmp_path: Path) -> None:
             print(pool.map(one, [1, 2]))
         run = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1]).unused(1)", sys.argv[1]]
         subprocess.run(run, check=True)
-        os.execv(sys.executable, [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1]).read_page(1)", sys.argv[1]])
+        code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).read_page(1)"
+        os.execv(sys.executable, [sys.executable, "-c", code, sys.argv[1]])
     """
     text, found = observe(tmp_path, code, str(sample))
     assert text.strip() == "[2, 3]"

@@ -25,7 +25,7 @@ PAGE = 4096
 
 
 class Copy:
-    """A library, and a copy of it without `unused` and without pages 3 and 4 and half of 5 of its GPU code, and a part of what is writable."""
+    """A library, and a copy without `unused`, pages 3, 4 and half of 5 of its GPU code, and some of the writable."""
 
     def __init__(self, folder: Path) -> None:
         self.original = shared(folder, SAMPLE)
