@@ -6,7 +6,7 @@ import pandas as pd
 import pytest
 
 from gpubloat import published
-from gpubloat.analysis.compare import beside
+from gpubloat.analysis.compare import beside, known
 from gpubloat.errors import GpubloatError
 
 ON = ["subject", "quantity"]
@@ -145,3 +145,12 @@ def test_the_real_numbers_go_in() -> None:
     table = beside(measured, printed, on=ON, conditions="H200, torch 2.14")
     assert len(table) == len(printed)
     assert table["ratio"].dropna().tolist() == pytest.approx([0.8])
+
+
+def test_known_leaves_out_what_is_empty_on_both_sides() -> None:
+    table = known(beside(ours(("b", "file_reduction", 0.5, "frac")), PRINTED, on=ON, conditions="other GPU"))
+    assert not {"status", "conditions"} & set(table.columns)
+    # Printed with a number, or measured beside a bound; the gap of c is in neither.
+    assert list(zip(table["subject"], table["quantity"])) == [
+        ("a", "file_reduction"), ("a", "file"), ("b", "file_reduction"), ("b", "n_libraries"),
+    ]  # fmt: skip

@@ -84,3 +84,9 @@ def _in_base_units(measured: pd.DataFrame) -> pd.DataFrame:
     table["quantity"] = table["quantity"].where(~named, table["quantity"].str.replace(r"_[a-z]+$", "", regex=True))
     factor = table["unit"].map(_factor).astype(float)  # an empty table maps to text
     return table.assign(_kind=table["unit"].map(_kind), _base=table["value"] * factor)
+
+
+def known(table: pd.DataFrame) -> pd.DataFrame:
+    """For reading: rows of `beside` with a number on either side, without `status` and the repeated `conditions`."""
+    rows = table.dropna(subset=["measured", "published"], how="all")
+    return rows.drop(columns=["status", "conditions"]).reset_index(drop=True)

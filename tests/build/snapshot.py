@@ -80,35 +80,40 @@ def write(path: Path, content: Any, protocol: int = 4) -> Path:
 def recorded(model: Caching, operations: Iterable[Operation], skip: int = 0) -> Snapshot:
     """What PyTorch would have recorded of these operations, if it were the model. `skip` first events are lost."""
     trace: list[dict[str, Any]] = []
-    live: dict[Any, tuple[int, int, int]] = {}
+    live: dict[Any, tuple[int, int, int, tuple[int, ...]]] = {}
     names = {"malloc": "segment_alloc", "free": "segment_free", "map": "segment_map", "unmap": "segment_unmap"}
 
-    def flush(stream: int) -> None:
+    owner: dict[int, tuple[int, tuple[int, ...]]] = {}  # of each 2 MiB: stream, pool
+
+    def flush(stream: int, pool_id: tuple[int, ...] = (0, 0)) -> None:
         for _, call, address, size, _ in model.driver.calls:
+            if call in ("malloc", "map"):
+                owner.update(dict.fromkeys(range(address, address + size, 2 * MIB), (stream, pool_id)))
             if call in names:
-                trace.append(event(names[call], address, size, stream, time_us=len(trace)))
+                stream_of, pool_of = owner[address]
+                trace.append(event(names[call], address, size, stream_of, time_us=len(trace), pool_id=pool_of))
         model.driver.calls.clear()
 
     for operation in operations:
         if operation[0] == "alloc":
             _, name, size, stream, pool = operation
             address = model.malloc(size, stream, pool)
-            flush(stream)
-            if address is None:
-                trace.append({"action": "oom", "device_free": 0, "size": size, "stream": stream})
-                continue
             pool_id = tuple(int(part) for part in pool.split("."))
+            flush(stream, pool_id)
+            if address is None:
+                trace.append({"action": "oom", "device_free": 0, "size": size, "stream": stream, "pool_id": pool_id})
+                continue
             trace.append(event("alloc", address, size, stream, time_us=len(trace), pool_id=pool_id, frames=[FRAME]))
-            live[name] = (address, size, stream)
+            live[name] = (address, size, stream, pool_id)
         elif operation[0] == "free" and operation[1] in live:
-            address, size, stream = live.pop(operation[1])
+            address, size, stream, pool_id = live.pop(operation[1])
             model.free(address)
             for action in ("free_requested", "free_completed"):
-                trace.append(event(action, address, size, stream, time_us=len(trace)))
+                trace.append(event(action, address, size, stream, time_us=len(trace), pool_id=pool_id))
         elif operation[0] == "empty_cache":
             model.release()
             flush(0)
-    asked = {address: size for address, size, _ in live.values()}
+    asked = {address: size for address, size, _, _ in live.values()}
     segments = [_segment(s, asked) for s in model.segments()]
     return snapshot(segments, trace[skip:], settings=model.settings)
 

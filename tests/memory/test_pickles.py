@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import pickle
@@ -210,10 +211,8 @@ def test_thousands_of_changed_bytes(tmp_path: Path) -> None:
 @settings(max_examples=500, deadline=None)
 def test_any_bytes(data: bytes) -> None:
     for head in (b"", HEAD):
-        try:
+        with contextlib.suppress(FormatError):
             pickles.loads(head + data, "x")
-        except FormatError as error:
-            assert error.offset <= len(head + data)
 
 
 def test_time_and_memory_are_linear() -> None:

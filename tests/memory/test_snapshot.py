@@ -58,7 +58,7 @@ def test_the_current_form(tmp_path: Path, protocol: int) -> None:
     assert row(run, "events", 4)["address"] == 77
     assert run["events"]["time_us"].isna().tolist() == [False] * 4 + [True] * 2
     stack = int(run["events"]["stack"][1])
-    frames = run["stacks"].query("stack == @stack").merge(run["frames"], on="frame")
+    frames = run["stacks"][run["stacks"]["stack"] == stack].merge(run["frames"], on="frame")
     assert frames["line"].tolist() == [7, 1]
     assert run["events"]["stack"][2] == run["blocks"]["stack"][0]
     assert run.provenance["history"]["0"]["starts_mid_run"] is False

@@ -1,0 +1,9 @@
+"""GPU memory that is reserved and unusable: what a trace shows, and what another allocator would have done."""
+
+from __future__ import annotations
+
+from gpubloat.memory.collect import load
+from gpubloat.memory.replay import replay
+from gpubloat.memory.verify import verify
+
+__all__ = ["load", "replay", "verify"]
