@@ -123,7 +123,7 @@ def test_children_by_fork_spawn_and_exec(sample: Path, tmp_path: Path) -> None:
         return ctypes.CDLL(sys.argv[1]).used(n)
     if __name__ == "__main__":
         with multiprocessing.get_context("fork").Pool(2) as pool:
-            print(pool.map(one, [1, 2]))
+            print(pool.map(one, [1, 2]), flush=True)  # exec drops what is in the buffer
         run = [sys.executable, "-c", "import ctypes, sys; ctypes.CDLL(sys.argv[1]).unused(1)", sys.argv[1]]
         subprocess.run(run, check=True)
         code = "import ctypes, sys; ctypes.CDLL(sys.argv[1]).read_page(1)"
