@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from gpubloat.errors import GpubloatError
 from gpubloat.libraries import inputs, locate, rewrite
 from gpubloat.libraries.elf import PAGE, Array
 from gpubloat.libraries.inputs import Input
-from gpubloat.libraries.onefile import Options, scan_file
+from gpubloat.libraries.onefile import Options, scan_file, sha256
 from gpubloat.libraries.reader import Reader
 from gpubloat.libraries.union import SCANNED, Usage
 from gpubloat.tables.libraries import TABLES
@@ -59,7 +58,7 @@ def run(job: Job) -> Done:
     name = job.entry.library
     tables = job.tables
     with inputs.opened(job.entry) as reader:
-        digest = _sha256(reader)
+        digest = sha256(reader)
         if job.sha256 and digest != job.sha256:
             hint = "trace the workload again, with the libraries that are there now"
             raise GpubloatError(f"{name} is not the file that was traced: its sha256 differs", hint)
@@ -113,14 +112,6 @@ def _counts(plan: locate.Plan, row: Any) -> dict[str, int]:
         "n_other_architecture": int(reasons.get("other_architecture", 0)),
         "n_unused_element": int(reasons.get("unused_element", 0)),
     }
-
-
-def _sha256(reader: Reader) -> str:
-    value = hashlib.sha256()
-    for at in range(0, reader.size, _CHUNK):
-        value.update(reader.view(at, min(_CHUNK, reader.size - at)))
-        reader.release()
-    return value.hexdigest()
 
 
 def _zstd(reader: Reader) -> int:

@@ -82,7 +82,7 @@ def _tables(entry: Input, reader: Reader, options: Options) -> Tables:
                 raise reader.error(0, detail, "unpack it first, and scan what comes out")
         hint = "give an ELF library, an archive, a fatbin, a cubin, a wheel or a folder"
         raise reader.error(0, "no ELF file, and no fatbin inside", hint)
-    digest = _sha256(reader) if options.digests else ""
+    digest = sha256(reader) if options.digests else ""
     return _frames(entry, reader, file, form, digest)
 
 
@@ -301,7 +301,8 @@ def _digest(reader: Reader, offset: int, size: int, options: Options) -> str:
     return hashlib.sha256(reader.view(offset, size)).hexdigest()[:16] if options.digests else ""
 
 
-def _sha256(reader: Reader) -> str:
+def sha256(reader: Reader) -> str:
+    """Of the whole file, in bounded memory."""
     value = hashlib.sha256()
     for at in range(0, reader.size, _HASH_CHUNK):
         value.update(reader.view(at, min(_HASH_CHUNK, reader.size - at)))

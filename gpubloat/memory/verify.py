@@ -147,7 +147,7 @@ def check(trace: Trace, model: Caching, driver: Recorded, held: dict[int, int]) 
             driver.waiting.append((_SEGMENT[action], address, size))
         elif action == "alloc":
             if driver.waiting:
-                give_back(model, driver)
+                put_back(model, driver)
             if address in held:  # its free is not in the trace
                 model.free(held.pop(address))
             placed = model.malloc(size, stream, pool)
@@ -161,12 +161,12 @@ def check(trace: Trace, model: Caching, driver: Recorded, held: dict[int, int]) 
             settle(model, driver)
         elif action == "free_completed":
             if driver.waiting:
-                give_back(model, driver)
+                put_back(model, driver)
                 settle(model, driver)
             if address in held:
                 model.free(held.pop(address))
     if driver.waiting:
-        give_back(model, driver)
+        put_back(model, driver)
         settle(model, driver)
     return checked
 
@@ -179,7 +179,7 @@ def settle(model: Caching, driver: Recorded) -> None:
     driver.n_refusals = 0
 
 
-def give_back(model: Caching, driver: Recorded) -> None:
+def put_back(model: Caching, driver: Recorded) -> None:
     """Before a block's event: what was given back since the last one, by empty_cache or to make room.
 
     All that is wholly free in a pool, or nothing of it: so it is with empty_cache, and where the driver refuses. With
@@ -206,7 +206,7 @@ def follow(model: Caching, driver: Recorded) -> None:
     """Give back the segments that the trace names, as far as they are free in the model."""
     for call, address, _ in list(driver.waiting):
         if call == "free" and address in model.releasable():
-            model.give_back(address)
+            model.put_back(address)
             driver.n_predicted -= 1
 
 

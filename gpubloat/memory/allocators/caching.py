@@ -158,7 +158,7 @@ class Caching:
         free = ((key & _LOW, pool.id) for pool in self.pools.values() for key in pool.free)
         return {address: id for address, id in free if self._is_whole(self.blocks[address])}
 
-    def give_back(self, address: int) -> None:
+    def put_back(self, address: int) -> None:
         """Return one wholly free segment to the driver."""
         block = self.blocks.pop(address)
         del block.pool.free[bisect_left(block.pool.free, block.size << 64 | address)]
@@ -167,7 +167,7 @@ class Caching:
     def _release_pool(self, pool: Pool) -> None:
         for address in [key & _LOW for key in pool.free]:
             if self._is_whole(self.blocks[address]):
-                self.give_back(address)
+                self.put_back(address)
 
     def _is_whole(self, block: Block) -> bool:
         return block.space is None and block.previous is None and block.next is None
@@ -265,7 +265,7 @@ class Caching:
             if released >= wanted:
                 break
             released += key >> 64
-            self.give_back(key & _LOW)
+            self.put_back(key & _LOW)
         return released >= wanted
 
     def _collect(self) -> None:
@@ -284,4 +284,4 @@ class Caching:
             for address in [a for a, age in ages.items() if age >= mean]:
                 target -= self.blocks[address].size
                 del ages[address]
-                self.give_back(address)
+                self.put_back(address)

@@ -131,7 +131,7 @@ class Expandable(Caching):
         free = [key & _LOW for key in pool.free]
         for address in free:
             if self._is_whole(self.blocks[address]):
-                self.give_back(address)
+                self.put_back(address)
         for address in free:
             block = self.blocks.get(address)
             if block is not None and block.space is not None and block.is_free and block.is_mapped:
