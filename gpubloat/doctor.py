@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from gpubloat import __version__
 from gpubloat.errors import MissingToolError
-from gpubloat.native import headers
+from gpubloat.native import build, headers
 
 
 class Check(NamedTuple):
@@ -40,7 +40,7 @@ def _system() -> Check:
 def _observation() -> Check:
     if (sys.platform, platform.machine(), platform.libc_ver()[0]) != ("linux", "x86_64", "glibc"):
         return Check("trace, exec, verify", "no", "not here", "they need Linux on x86-64 with glibc")
-    if not any(shutil.which(name) for name in ("cc", "gcc", "clang")):
+    if _compiler().state != "yes":
         return Check("trace, exec, verify", "no", "no C compiler", "install gcc")
     return Check("trace, exec, verify", "yes", f"glibc {platform.libc_ver()[1]} on x86-64, and a C compiler")
 
@@ -90,10 +90,10 @@ def _nvml() -> Check:
 
 
 def _compiler() -> Check:
-    found = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
-    if found is None:
+    try:
+        return Check("C compiler", "yes", os.path.basename(build.compiler()))
+    except MissingToolError:
         return Check("C compiler", "no", "none found", "tracing compiles its collector on first use: install gcc")
-    return Check("C compiler", "yes", found)
 
 
 def _cupti() -> Check:

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from gpubloat.errors import GpubloatError, MissingToolError
-from gpubloat.native import build
+from gpubloat.errors import GpubloatError
+from gpubloat.native import build, headers
 from gpubloat.run import refuse_overwrite
 
 AUDIT_SOURCES = tuple(f"audit/{name}.c" for name in ("audit", "log", "sites", "plant", "swap", "trap", "waits"))
@@ -112,9 +112,7 @@ def check_out(out: str | os.PathLike[str], force: bool) -> None:
 
 def cupti_library() -> tuple[Path | None, str]:
     """The compiled CUPTI injection, or None and why there is none."""
-    from gpubloat.native import headers
-
     try:
-        return build.library("cupti", ["cupti.c"], headers.flags()), ""
-    except (MissingToolError, GpubloatError) as error:
+        return headers.injection(), ""
+    except GpubloatError as error:
         return None, f"{error.message} ({error.hint})" if error.hint else error.message

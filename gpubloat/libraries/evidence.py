@@ -27,11 +27,11 @@ import pandas as pd
 
 from gpubloat.libraries import loadable as loading
 from gpubloat.libraries.cuptilog import Image, Log, Lookup
+from gpubloat.libraries.elf import PAGE
 from gpubloat.libraries.loadable import Content, Key, Loadable, Place
 from gpubloat.tables.targets import gpu
 from gpubloat.tables.usage import SOURCES, Evidence, Modules, UsedKernels
 
-PAGE = 4096
 JIT = Place("")  # made at run time
 
 

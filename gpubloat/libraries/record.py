@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from gpubloat.errors import FormatError
+from gpubloat.libraries.elf import PAGE
 
-PAGE = 4096
 _LIB = struct.Struct("<8s5Q64s")
 _USE = struct.Struct("<8s2Q72s")
 _RUN = np.dtype([("vaddr", "<u8"), ("n_pages", "<u8"), ("first", "<u8")])

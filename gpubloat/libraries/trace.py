@@ -23,11 +23,11 @@ import numpy.typing as npt
 import pandas as pd
 
 from gpubloat.libraries import attach, cuptilog, evidence, record
-from gpubloat.libraries.elf import PT_LOAD, Array, Elf
+from gpubloat.libraries.elf import PAGE, PT_LOAD, Array, Elf
 from gpubloat.libraries.inputs import Input, opened
 from gpubloat.libraries.names import library_names
 from gpubloat.libraries.onefile import Options, Tables
-from gpubloat.libraries.record import PAGE, Record, Watched
+from gpubloat.libraries.record import Record, Watched
 from gpubloat.libraries.scan import scan_each
 from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables import targets
@@ -148,7 +148,7 @@ def _collect(
     logs = cuptilog.read_all(folder)
     gpus = [target] if target else evidence.gpus(logs)
     names = library_names([w.path for w in found.libraries])
-    kept: dict[str, list[pd.DataFrame]] = {"regions": [], "elements": [], "problems": []}
+    kept: dict[str, list[pd.DataFrame]] = {"regions": [], "elements": []}
     loaded: list[dict[str, Any]] = []
     touched: dict[str, Array] = {}
     guarded: dict[str, Array] = {}
