@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from gpubloat.memory.bounds import bounds
 from gpubloat.memory.collect import load
+from gpubloat.memory.recorder import record
 from gpubloat.memory.replay import replay
 from gpubloat.memory.verify import verify
 
-__all__ = ["load", "replay", "verify"]
+__all__ = ["bounds", "load", "record", "replay", "verify"]

@@ -9,6 +9,8 @@ from math import isfinite
 from pathlib import Path
 from typing import Any
 
+import zstandard
+
 from gpubloat.errors import FormatError, GpubloatError
 from gpubloat.memory import csvlogs, pickles
 from gpubloat.memory.history import NO_HISTORY, History
@@ -17,6 +19,8 @@ from gpubloat.run import Run, RunWriter, provenance
 from gpubloat.tables.memory import TABLES
 
 HINT = "give a snapshot of torch.cuda.memory._dump_snapshot, a log of RMM or a CSV of MiniMalloc"
+_ZSTD = b"\x28\xb5\x2f\xfd"
+_MOST_RATIO, _SMALL = 200, 64 << 20  # snapshots are compressed 10 to 50 times; a bomb is, 10,000 times
 METHOD = {
     "events": "as recorded; sizes are what the program asked for, those of segments are real",
     "starts_mid_run": "some block was freed, or is there at the end, whose allocation the trace does not hold",
@@ -25,7 +29,7 @@ METHOD = {
 
 
 def load(path: str | os.PathLike[str], *, out: str | os.PathLike[str] | None = None, force: bool = False) -> Run:
-    """Read a memory snapshot of PyTorch, a log of RMM or a CSV of MiniMalloc.
+    """Read a memory snapshot of PyTorch, also compressed by zstd, a log of RMM or a CSV of MiniMalloc.
 
     Parameters
     ----------
@@ -58,7 +62,7 @@ def _load(file: Path, out: str | os.PathLike[str] | None, force: bool) -> Run:
         head = opened.read(256)
         opened.seek(0)
         digest = hashlib.file_digest(opened, "sha256").hexdigest()
-    if head[:1] == b"\x80":
+    if head[:1] == b"\x80" or head[:4] == _ZSTD:
         kind = "pytorch"
     elif head[:2] == b"PK" or head[:1] in (b"{", b"["):
         raise FormatError(str(file), 0, "is no pickle: a zip or JSON file", HINT)
@@ -87,7 +91,7 @@ def _load(file: Path, out: str | os.PathLike[str] | None, force: bool) -> Run:
 
 
 def _pytorch(file: Path, record: dict[str, Any]) -> Iterator[Tables]:
-    data = file.read_bytes()
+    data = _content(file)
     content = pickles.loads(data, str(file))
     size = len(data)
     del data
@@ -95,6 +99,24 @@ def _pytorch(file: Path, record: dict[str, Any]) -> Iterator[Tables]:
     del content
     record["allocator_settings"] = _plain(snapshot.settings)
     yield from snapshot.tables()
+
+
+def _content(file: Path) -> bytes:
+    """The bytes of the file, decompressed."""
+    data = file.read_bytes()
+    if data[:4] != _ZSTD:
+        return data
+    most = max(_MOST_RATIO * len(data), _SMALL)
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(data) as reader:
+            plain = reader.read(most + 1)
+    except zstandard.ZstdError as error:
+        raise FormatError(str(file), 0, f"is damaged: {error}", "compress it again: zstd FILE") from None
+    if len(plain) > most:
+        raise FormatError(str(file), 0, f"would be more than {most} bytes", "decompress it by hand if you trust it")
+    if plain[:1] != b"\x80":
+        raise FormatError(str(file), 0, "holds no pickle", HINT)
+    return plain
 
 
 def _csv(file: Path, kind: str) -> Iterator[Tables]:

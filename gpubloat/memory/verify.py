@@ -34,8 +34,8 @@ _SEGMENT = {"segment_alloc": "malloc", "segment_free": "free", "segment_map": "m
 class Recorded(Driver):
     """A driver that answers with the recorded addresses, and counts what was asked of it and not recorded."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
         self.waiting: deque[tuple[str, int, int]] = deque()  # (call, address, size) since the last block
         self.n_refusals = 0  # how often a new segment may still be refused, while recorded frees come before it
         self.n_predicted = 0
@@ -65,8 +65,10 @@ class Recorded(Driver):
         if self.n_refusals and self.waiting and self.waiting[0][0] == "free":
             self.n_refusals -= 1
             return None
-        address = self._answer("malloc", size)
         placed = super().malloc(size)
+        if placed is None:
+            return None
+        address = self._answer("malloc", size)
         return placed if address is None or not self.take(address, size) else address
 
     def free(self, address: int, size: int) -> None:
@@ -80,6 +82,11 @@ class Recorded(Driver):
         first = next((where for call, where, _ in self.waiting if call == "map"), None)
         placed = super().reserve(size)
         return placed if first is None or not self.take(first, MIB) else first
+
+    def address_free(self, address: int, size: int) -> None:
+        """The driver may give these addresses to another range."""
+        self._taken = [(start, end) for start, end in self._taken if end <= address or start >= address + size]
+        super().address_free(address, size)
 
     def map(self, address: int, size: int, handles: int) -> bool:
         self._answer("map", size, address)
@@ -101,9 +108,19 @@ class Checked:
 
 
 def verify(
-    trace: Run | str | os.PathLike[str], *, out: str | os.PathLike[str] | None = None, force: bool = False
+    trace: Run | str | os.PathLike[str],
+    *,
+    limit_bytes: int | None = None,
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
 ) -> Run:
     """Replay each GPU's trace through the model of the allocator that recorded it.
+
+    Parameters
+    ----------
+    trace, out, force : as in `replay`.
+    limit_bytes : what the allocator was allowed to take (set_per_process_memory_fraction), which no trace records. Only
+        with it can garbage collection be predicted; without, recorded collections are followed.
 
     Returns
     -------
@@ -117,7 +134,7 @@ def verify(
     rows = []
     with RunWriter("memory", ["verifications", "allocations"], out, force) as writer:
         for one in traces(run):
-            row, addresses = verify_one(one)
+            row, addresses = verify_one(one, limit_bytes)
             rows.append(row)
             writer.append("allocations", allocations(one, addresses))
         writer.append("verifications", pd.DataFrame(rows))
@@ -125,10 +142,10 @@ def verify(
         return writer.finish(record | {"empty": {"allocations": "the trace has no allocation"}})
 
 
-def verify_one(trace: Trace) -> tuple[dict[str, Any], list[int]]:
+def verify_one(trace: Trace, limit_bytes: int | None = None) -> tuple[dict[str, Any], list[int]]:
     """The row of `verifications` of one GPU, and the replayed address of each allocation (-1: no memory)."""
     before = begin(trace)
-    driver = Recorded()
+    driver = Recorded(limit_bytes)
     for segment in [*before.segments, *(part for _, parts in before.ranges for part in parts)]:
         driver.take(segment.address, segment.size)
     model = (Expandable if trace.settings.expandable_segments else Caching)(driver, trace.settings)
@@ -183,8 +200,9 @@ def put_back(model: Caching, driver: Recorded) -> None:
     """Before a block's event: what was given back since the last one, by empty_cache or to make room.
 
     All that is wholly free in a pool, or nothing of it: so it is with empty_cache, and where the driver refuses. With
-    max_split_size the allocator tries less at first, so the model is refused and left to choose. Anything else (garbage
-    collection, whose limit is not recorded) is followed, and not counted as predicted.
+    max_split_size the allocator tries less at first, so the model is refused and left to choose. Where the limit is
+    given, the model chooses by itself. Anything else (garbage collection, whose limit is not recorded) is followed, and
+    not counted as predicted.
     """
     free = {where for call, where, _ in driver.waiting if call == "free"}
     if any(call == "unmap" for call, _, _ in driver.waiting):
@@ -196,6 +214,8 @@ def put_back(model: Caching, driver: Recorded) -> None:
     pools = {whole[address] for address in free if address in whole}
     if free == {address for address, pool in whole.items() if pool in pools}:
         model.release(pools)
+    elif driver.limit is not None:
+        return
     elif model.settings.max_split_size != NO_LIMIT and not model.settings.garbage_collection_threshold:
         driver.n_refusals = 2
     else:

@@ -11,6 +11,7 @@ import pandas as pd
 from pandera.typing import Series
 
 from gpubloat.tables.base import Table, column
+from gpubloat.tables.training import TABLES as TRAINING
 
 ACTIONS = (
     "alloc",
@@ -26,7 +27,21 @@ ACTIONS = (
     "unknown",  # an action of a version that is not known here
 )
 STATES = ("active_allocated", "active_pending_free", "inactive", "unknown")
-CALLS = ("malloc", "free", "map", "unmap", "reserve")
+CALLS = (
+    "malloc",  # cuMemAlloc
+    "free",
+    "reserve",  # addresses alone
+    "create",  # one call per handle, as for map and release
+    "map",
+    "set_access",  # one call for the range
+    "set_access_each",  # one call per handle
+    "unmap",  # one call for the range
+    "release",
+    "address_free",
+)
+STEPS = ("n_s1", "n_s2", "n_s3", "n_s4", "n_s5", "n_stitchable", "n_stitched")  # of models that stitch
+BOUNDS = ("live", "chunks", "packing")
+SIDES = ("lower", "upper", "exact")
 
 
 class Events(Table):
@@ -98,7 +113,9 @@ class Usage(Table):
     device: Series[int] = column("number of the GPU", ge=0)
     event: Series[int] = column("see events", ge=0)
     reserved_bytes: Series[pd.UInt64Dtype] = column("held from the driver")
-    active_bytes: Series[pd.UInt64Dtype] = column("in blocks that are not free, as large as the allocator made them")
+    active_bytes: Series[pd.UInt64Dtype] = column(
+        "in blocks that are not free, as large as the allocator made them; stitching, gmlake: in multiples of 512"
+    )
     free_bytes: Series[pd.UInt64Dtype] = column("reserved less active: in the allocator's hands")
     requested_bytes: Series[pd.UInt64Dtype] = column("what programs asked for of the active bytes")
 
@@ -118,10 +135,13 @@ class Calls(Table):
 
     device: Series[int] = column("number of the GPU", ge=0)
     event: Series[int] = column("event that led to it", ge=0)
-    call: Series[str] = column("malloc, free, map, unmap, or reserve of addresses alone", isin=list(CALLS))
-    address: Series[pd.UInt64Dtype] = column("of the segment or range")
+    call: Series[str] = column("driver function; create, map, release stand for one call per handle", isin=list(CALLS))
+    address: Series[pd.UInt64Dtype] = column("of the segment or range, also where its handles are made or released")
     size_bytes: Series[pd.UInt64Dtype] = column("of the segment or range")
-    n_handles: Series[int] = column("pages mapped or unmapped one by one; 1 for malloc and free", ge=0)
+    n_handles: Series[int] = column(
+        "handles that it makes, maps or unmaps; 1 for malloc and free, 0 for addresses", ge=0
+    )
+    cost_us: Series[float] = column("modelled: a fixed time and one per handle", ge=0)
 
 
 class Replays(Table):
@@ -134,13 +154,47 @@ class Replays(Table):
     n_events: Series[int] = column("events of the trace", ge=0)
     n_allocations: Series[int] = column("allocations among them", ge=0)
     n_preexisting: Series[int] = column("blocks that were held before the trace begins", ge=0)
-    n_calls: Series[int] = column("calls to the driver", ge=0)
-    n_oom: Series[int] = column("allocations that found no memory", ge=0)
-    oom_event: Series[pd.Int64Dtype] = column("the first of them", nullable=True, ge=0)
+    n_calls: Series[int] = column("calls to the driver after the start, the sum of those below", ge=0)
+    n_malloc: Series[int] = column("cuMemAlloc", ge=0)
+    n_free: Series[int] = column("cuMemFree", ge=0)
+    n_reserve: Series[int] = column("reservations of addresses", ge=0)
+    n_create: Series[int] = column("handles made", ge=0)
+    n_map: Series[int] = column("handles mapped, each one call", ge=0)
+    n_set_access: Series[int] = column("calls that make mapped memory accessible", ge=0)
+    n_unmap: Series[int] = column("ranges unmapped", ge=0)
+    n_release: Series[int] = column("handles released", ge=0)
+    n_address_free: Series[int] = column("reservations given back", ge=0)
+    last_call_event: Series[pd.Int64Dtype] = column("event of the last call; later, it ran alone", nullable=True, ge=0)
+    driver_s: Series[float] = column("modelled time in the driver", ge=0)
+    n_s1: Series[pd.Int64Dtype] = column("stitching: large requests that found an exact fit", nullable=True, ge=0)
+    n_s2: Series[pd.Int64Dtype] = column("that split a larger block", nullable=True, ge=0)
+    n_s3: Series[pd.Int64Dtype] = column("that stitched free blocks", nullable=True, ge=0)
+    n_s4: Series[pd.Int64Dtype] = column("that took new memory for what was missing", nullable=True, ge=0)
+    n_s5: Series[pd.Int64Dtype] = column("that were refused by the driver at first", nullable=True, ge=0)
+    n_stitchable: Series[pd.Int64Dtype] = column("requests large enough to be stitched", nullable=True, ge=0)
+    n_stitched: Series[pd.Int64Dtype] = column("ranges that were stitched", nullable=True, ge=0)
+    n_oom: Series[int] = column(
+        "allocations that found no memory, and blocks from before the trace that did not fit", ge=0
+    )
+    oom_event: Series[pd.Int64Dtype] = column("the first of them; 0 where the start did not fit", nullable=True, ge=0)
     peak_reserved_bytes: Series[pd.UInt64Dtype] = column("most bytes held from the driver")
     peak_active_bytes: Series[pd.UInt64Dtype] = column("most bytes in blocks that are not free")
     peak_requested_bytes: Series[pd.UInt64Dtype] = column("most bytes asked for and not given back")
     utilisation_frac: Series[float] = column("peak active over peak reserved", nullable=True, ge=0, le=1)
+
+
+class Bounds(Table):
+    """One row = what no allocator, or none of some kind, can do with less, of the trace of one GPU."""
+
+    device: Series[int] = column("number of the GPU", ge=0)
+    bound: Series[str] = column(
+        "live: bytes requested; chunks: large blocks in whole chunks; packing: blocks that never move",
+        isin=list(BOUNDS),
+    )
+    peak_reserved_bytes: Series[pd.UInt64Dtype] = column("empty where there are too many blocks", nullable=True)
+    side: Series[str] = column("where the true least lies: at or above, at or below, or exactly here", isin=list(SIDES))
+    event: Series[pd.Int64Dtype] = column("of the peak; empty for packing, and at the start", nullable=True, ge=0)
+    n_blocks: Series[int] = column("blocks that were counted", ge=0)
 
 
 class Verifications(Table):
@@ -176,5 +230,7 @@ EXTRA_TABLES: dict[str, type[Table]] = {
     "allocations": Allocations,
     "calls": Calls,
     "replays": Replays,
+    "bounds": Bounds,
     "verifications": Verifications,
+    **TRAINING,
 }

@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 
 from gpubloat import memory
+from gpubloat.memory.allocators import NAMES
+from gpubloat.memory.replay import begin
+from gpubloat.memory.trace import traces
 
 TRACES = Path(__file__).resolve().parents[3] / "shared" / "traces"
 needs_traces = pytest.mark.skipif(not TRACES.is_dir(), reason="../shared/traces, with public snapshots, is absent")
@@ -64,3 +67,47 @@ def test_buffers_of_minimalloc(letter: str) -> None:
     found = memory.replay(run, "native")
     assert 0 < found["replays"]["peak_requested_bytes"][0] <= 1 << 20
     assert found["usage"]["requested_bytes"].iloc[-1] == 0
+
+
+@needs_traces
+@pytest.mark.parametrize("name", EXACT)
+def test_every_model_on_real_traces(name: str) -> None:
+    """What each reserves is never less than what no allocator can do without; the sums hold after every event."""
+    run = memory.load(TRACES / name)
+    bounds = memory.bounds(run)["bounds"].set_index("bound")["peak_reserved_bytes"]
+    for allocator in NAMES:
+        found = memory.replay(run, allocator)
+        usage, row = found["usage"], found["replays"].iloc[0]
+        assert (usage["reserved_bytes"] == usage["active_bytes"] + usage["free_bytes"]).all()
+        assert (usage["active_bytes"] >= usage["requested_bytes"]).all()
+        assert row["peak_requested_bytes"] == bounds["live"]
+        assert row["peak_reserved_bytes"] >= bounds["live"]
+        assert (row["peak_reserved_bytes"] >= bounds["chunks"]) or allocator == "native"
+        assert row["n_oom"] == 0
+        tight = memory.replay(run, allocator, limit_bytes=int(bounds["live"]) - 1)["replays"].iloc[0]
+        assert tight["n_oom"] > 0
+        assert tight["peak_reserved_bytes"] < bounds["live"]
+
+
+@needs_traces
+@pytest.mark.parametrize("name", EXACT)
+def test_native_is_what_is_live_in_whole_pages(name: str) -> None:
+    run = memory.load(TRACES / name)
+    events = run["events"]
+    held: dict[int, int] = {}
+    for address, (_, size) in begin(traces(run)[0]).held.items():
+        held[address] = size
+    live = most = sum(map(rounded, held.values()))
+    for action, address, size in zip(events["action"], events["address"], events["size_bytes"]):
+        if action in ("alloc", "free_completed") and address in held:
+            live -= rounded(held.pop(address))
+        if action == "alloc":
+            held[address] = size
+            live += rounded(size)
+            most = max(most, live)
+    assert memory.replay(run, "native")["replays"]["peak_reserved_bytes"][0] == most
+
+
+def rounded(size: int) -> int:
+    page = 2 << 20 if size > 1 << 20 else 512
+    return -(-int(size) // page) * page

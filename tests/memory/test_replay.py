@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from gpubloat import memory
 from gpubloat.errors import GpubloatError
 from gpubloat.memory import pickles
-from gpubloat.memory.allocators import Caching, Driver, Expandable, Settings, choose, make, settings
+from gpubloat.memory.allocators import NAMES, Caching, Driver, Expandable, Settings, choose, make, settings
 from gpubloat.memory.allocators.settings import recorded
 from gpubloat.memory.replay import begin, pack, play
 from gpubloat.memory.snapshot import Snapshot
@@ -178,7 +178,7 @@ def trace(path: Path, *, skip: int = 0, limit: int | None = None) -> Run:
 def test_what_if(tmp_path: Path) -> None:
     run = trace(tmp_path)
     rows = {}
-    for name in ("native", "caching", "expandable"):
+    for name in NAMES:
         found = memory.replay(run, name)
         assert list(found) == ["usage", "allocations", "calls", "replays"]
         rows[name] = found["replays"].iloc[0]
@@ -189,7 +189,7 @@ def test_what_if(tmp_path: Path) -> None:
         assert rows[name]["peak_requested_bytes"] == 90 * MIB
         assert rows[name]["n_allocations"] == len(found["allocations"]) == 32
         change = found["calls"].merge(usage, on="event", how="left", suffixes=("", "_then"))
-        sign = change["call"].map({"malloc": 1, "map": 1, "free": -1, "unmap": -1, "reserve": 0})
+        sign = change["call"].map({"malloc": 1, "create": 1, "free": -1, "release": -1}).fillna(0)
         assert (sign * change["size_bytes"].astype("int64")).sum() == usage["reserved_bytes"].iloc[-1]
     assert rows["native"]["utilisation_frac"] == 1
     assert rows["expandable"]["peak_reserved_bytes"] == 120 * MIB
@@ -259,11 +259,14 @@ def test_where_there_is_nothing_to_replay(tmp_path: Path) -> None:
     (tmp_path / "b.csv").write_text("id,lower,upper,size\na,1,2,3\n")
     with pytest.raises(GpubloatError, match="no segments"):
         memory.verify(tmp_path / "b.csv")
-    for wrong in ({"start": "x"}, {"limit_bytes": -1}, {"limit_bytes": "x"}, {"allocator": "bfc"}, {"odd": 1}):
+    for wrong in ({"start": "x"}, {"limit_bytes": -1}, {"limit_bytes": "x"}, {"allocator": "odd"}, {"odd": 1}):
         with pytest.raises(GpubloatError):
             memory.replay(tmp_path / "b.csv", **wrong)
-    with pytest.raises(GpubloatError, match="native"):
-        memory.replay(tmp_path / "b.csv", "native", start="recorded")
+    for name in ("native", "bfc", "stitching", "gmlake"):
+        with pytest.raises(GpubloatError, match=f"{name} cannot start"):
+            memory.replay(tmp_path / "b.csv", name, start="recorded")
+    with pytest.raises(GpubloatError, match="how much"):
+        memory.replay(tmp_path / "b.csv", "bfc", allow_growth=False)
 
 
 addresses = st.integers(0, 6).map(lambda n: n * 512) | st.integers(0, 2**64 - 1)
@@ -306,7 +309,7 @@ def test_traces_that_no_allocator_made(events: Any, given: Any, expandable: bool
     except GpubloatError:
         return
     verify_one(trace)
-    for name in ("native", "caching", "expandable"):
+    for name in NAMES:
         for limit in (None, 100 * MIB):
             one = make(name, Driver(limit), choose(name, {})[1])
             played = play(trace, one, pack(one, before))

@@ -12,6 +12,7 @@ END = 1 << 57  # no address of a device is above: what is recorded is below, wha
 _FIRST_ADDRESS = 1 << 60
 _LAST_ADDRESS = 1 << 63
 _MOST = 1 << 56  # bytes without a limit; no trace of a real program comes near
+EACH = frozenset({"create", "map", "release", "set_access_each"})  # calls that take one handle
 _GAP = 2 * MIB  # between segments: blocks of two segments are never neighbours
 
 
@@ -31,7 +32,9 @@ class Segment:
 class Driver:
     """Hands out ranges of memory up to `limit` bytes, at addresses from `first` on, never twice the same.
 
-    `calls` is a list of (event, call, address, size in bytes, number of handles); whoever replays sets `event`.
+    `calls` is a list of (event, call, address, size in bytes, number of handles); whoever replays sets `event`. One
+    entry stands for one call, or, for the kinds of `EACH`, for one call per handle. Handles have no address: their
+    entries have that of the range that they were made for.
     """
 
     def __init__(self, limit: int | None = None, first: int = _FIRST_ADDRESS) -> None:
@@ -43,7 +46,7 @@ class Driver:
 
     def malloc(self, size: int) -> int | None:
         """Address of a new segment of `size` bytes, or None where the limit does not allow it."""
-        if self.used + size > (_MOST if self.limit is None else self.limit):
+        if size > self.left():
             return None
         address = self.place(size)
         if address is None:
@@ -64,17 +67,50 @@ class Driver:
         self.calls.append((self.event, "reserve", address, size, 0))
         return address
 
+    def address_free(self, address: int, size: int) -> None:
+        """Give a range of addresses back."""
+        self.calls.append((self.event, "address_free", address, size, 0))
+
     def map(self, address: int, size: int, handles: int) -> bool:
-        """Put memory below a reserved range; False where the limit does not allow it, and nothing is mapped then."""
-        if self.used + size > (_MOST if self.limit is None else self.limit):
+        """Put new memory below a reserved range; False, and nothing mapped, where the limit does not allow it."""
+        if not self.create(address, size, handles):
+            return False
+        self.alias(address, size, handles)
+        return True
+
+    def create(self, address: int, size: int, handles: int) -> bool:
+        """New memory, as handles for that range; False where the limit does not allow it, and nothing is kept then."""
+        if size > self.left():
+            made = min(self.left() * handles // size, handles)
+            if made:  # handles are made one by one, until the driver refuses
+                self.calls.append((self.event, "create", address, size // handles * made, made))
+                self.calls.append((self.event, "release", address, size // handles * made, made))
             return False
         self.used += size
-        self.calls.append((self.event, "map", address, size, handles))
+        self.calls.append((self.event, "create", address, size, handles))
         return True
 
     def unmap(self, address: int, size: int, handles: int) -> None:
+        """Take the memory below a range away: its handles go."""
         self.used -= size
+        self.unalias(address, size, handles)
+        self.calls.append((self.event, "release", address, size, handles))
+
+    def alias(self, address: int, size: int, handles: int, access: str = "set_access") -> None:
+        """Put memory that exists below a range.
+
+        `access` is ``set_access``, one call for the range, or ``set_access_each``, one per handle.
+        """
+        self.calls.append((self.event, "map", address, size, handles))
+        self.calls.append((self.event, access, address, size, handles))
+
+    def unalias(self, address: int, size: int, handles: int) -> None:
+        """Take it away from that range; the handles stay."""
         self.calls.append((self.event, "unmap", address, size, handles))
+
+    def left(self) -> int:
+        """Bytes that the limit still allows."""
+        return max((_MOST if self.limit is None else self.limit) - self.used, 0)
 
     def place(self, size: int) -> int | None:
         """The next address that was never used, a multiple of 2 MiB; None where the address space ends."""
@@ -94,6 +130,7 @@ class Allocator(Protocol):
     name: str
     driver: Driver
     active: int  # bytes in blocks that are not free, as large as the allocator made them
+    counts: dict[str, int]  # what the model did, for the columns of `replays` that only some models fill
 
     def malloc(self, size: int, stream: int = 0, pool: str = DEFAULT_POOL) -> int | None:
         """Address of a block of at least `size` bytes, or None: out of memory."""

@@ -13,6 +13,7 @@ from bisect import bisect_left, insort
 from collections.abc import Container, Iterator
 
 from gpubloat.memory.allocators.base import DEFAULT_POOL, MIB, Driver, Segment
+from gpubloat.memory.allocators.blocks import LOW, Block, Pool
 from gpubloat.memory.allocators.settings import NO_LIMIT, Settings
 
 MIN_BLOCK = 512
@@ -20,58 +21,36 @@ SMALL = MIB  # a request of at most this many bytes is small
 SMALL_SEGMENT = 2 * MIB
 MIN_LARGE = 10 * MIB  # below, segments of `large_segment_size`
 ROUND_LARGE = 2 * MIB
-_LOW = (1 << 64) - 1
-
-
-class Block:
-    """A block, free or held; `previous` and `next` are its neighbours in the segment."""
-
-    __slots__ = ("address", "born", "is_free", "is_mapped", "next", "pool", "previous", "size", "space")
-
-    def __init__(self, address: int, size: int, pool: Pool) -> None:
-        self.address = address
-        self.size = size
-        self.pool = pool
-        self.is_free = False
-        self.is_mapped = True
-        self.previous: Block | None = None
-        self.next: Block | None = None
-        self.born = 0  # for garbage collection: look-ups of the pool when it came in
-        self.space: tuple[int, int] | None = None  # start and size of the reserved range, if expandable
-
-
-class Pool:
-    """Free blocks of one stream, one size class and one pool id, as sorted keys: size << 64 | address."""
-
-    __slots__ = ("free", "id", "is_small", "n_looks", "stream", "unmapped")
-
-    def __init__(self, id: str, stream: int, is_small: bool) -> None:
-        self.id = id
-        self.stream = stream
-        self.is_small = is_small
-        self.free: list[int] = []
-        self.unmapped: list[int] = []  # addresses of blocks without memory, in expandable segments
-        self.n_looks = 0
 
 
 class Caching:
     """The model. Bytes everywhere; see `gpubloat.memory.allocators.base.Allocator`."""
 
     name = "caching"
+    largest_small = SMALL
 
     def __init__(self, driver: Driver, settings: Settings | None = None) -> None:
         self.driver = driver
         self.settings = settings or Settings()
         self.active = 0
+        self.counts: dict[str, int] = {}
         self.blocks: dict[int, Block] = {}
         self.pools: dict[tuple[str, int, bool], Pool] = {}
         self._collects = self.settings.garbage_collection_threshold > 0 and driver.limit is not None
+        self._is_limited = self.settings.max_split_size != NO_LIMIT
+        self._is_plain = not (self._is_limited or self._collects or self.settings.expandable_segments)
         self._rounds = any(d > 1 for d in self.settings.roundup_power2_divisions)
 
     def malloc(self, size: int, stream: int = 0, pool: str = DEFAULT_POOL) -> int | None:
         rounded = self.round(size) if self._rounds or size < MIN_BLOCK else (size + 511) & ~511
-        home = self.pools.get((pool, stream, rounded <= SMALL)) or self.pool(pool, stream, rounded <= SMALL)
-        block = self._find(home, rounded) or self._grow(home, rounded)
+        is_small = rounded <= self.largest_small
+        home = self.pools.get((pool, stream, is_small)) or self.pool(pool, stream, is_small)
+        if self._is_plain:  # what `_find` does where no setting is in its way
+            free = home.free
+            at = bisect_left(free, rounded << 64)
+            block = self.blocks[free.pop(at) & LOW] if at < len(free) else self._grow(home, rounded)
+        else:
+            block = self._find(home, rounded) or self._grow(home, rounded)
         if block is None:
             return None
         size = block.size
@@ -79,13 +58,13 @@ class Caching:
             rest = Block(block.address + rounded, size - rounded, home)
             rest.space = block.space
             self.blocks[rest.address] = rest
-            block.size = rounded
+            block.size = size = rounded
             rest.previous, rest.next, block.next = block, block.next, rest
             if rest.next is not None:
                 rest.next.previous = rest
             self._keep(rest)
         block.is_free = False
-        self.active += block.size
+        self.active += size
         return block.address
 
     def free(self, address: int) -> None:
@@ -93,7 +72,13 @@ class Caching:
         if block.is_free:
             raise KeyError(address)
         self.active -= block.size
-        self._keep(self._merged(block))
+        before, after = block.previous, block.next
+        if (before is not None and before.is_free) or (after is not None and after.is_free):
+            block = self._merged(block)
+        pool = block.pool  # as `_keep` does
+        block.is_free = True
+        block.born = pool.n_looks
+        insort(pool.free, block.size << 64 | block.address)
 
     def release(self, pools: Container[str] = (DEFAULT_POOL,)) -> None:
         for pool in sorted(self.pools.values(), key=lambda p: (p.is_small, p.stream)):
@@ -155,7 +140,7 @@ class Caching:
 
     def releasable(self) -> dict[int, str]:
         """Address -> pool id of the segments that are wholly free."""
-        free = ((key & _LOW, pool.id) for pool in self.pools.values() for key in pool.free)
+        free = ((key & LOW, pool.id) for pool in self.pools.values() for key in pool.free)
         return {address: id for address, id in free if self._is_whole(self.blocks[address])}
 
     def put_back(self, address: int) -> None:
@@ -165,7 +150,7 @@ class Caching:
         self.driver.free(address, block.size)
 
     def _release_pool(self, pool: Pool) -> None:
-        for address in [key & _LOW for key in pool.free]:
+        for address in [key & LOW for key in pool.free]:
             if self._is_whole(self.blocks[address]):
                 self.put_back(address)
 
@@ -185,7 +170,9 @@ class Caching:
         at = bisect_left(free, rounded << 64)
         if at == len(free):
             return None
-        return self._take(pool, at, rounded)
+        if self._is_limited:
+            return self._take(pool, at, rounded)
+        return self.blocks[free.pop(at) & LOW]
 
     def _take(self, pool: Pool, at: int, rounded: int) -> Block | None:
         """Free block number `at`, unless it is too large to be given to this request."""
@@ -194,13 +181,14 @@ class Caching:
             size = pool.free[at] >> 64
             if rounded < limit <= size or (rounded >= limit and size >= rounded + self.settings.max_non_split_rounding):
                 return None
-        return self.blocks[pool.free.pop(at) & _LOW]
+        return self.blocks[pool.free.pop(at) & LOW]
 
     def _keep(self, block: Block) -> None:
         """Put a free block into its pool."""
+        pool = block.pool
         block.is_free = True
-        block.born = block.pool.n_looks
-        insort(block.pool.free, block.size << 64 | block.address)
+        block.born = pool.n_looks
+        insort(pool.free, block.size << 64 | block.address)
 
     def _merged(self, block: Block) -> Block:
         """`block` together with its free neighbours of the same kind, which leave their pool."""
@@ -258,14 +246,14 @@ class Caching:
         if limit == NO_LIMIT:
             return False
         wanted = max(rounded, limit)
-        whole = [key for key in pool.free if key >> 64 >= limit and self._is_whole(self.blocks[key & _LOW])]
+        whole = [key for key in pool.free if key >> 64 >= limit and self._is_whole(self.blocks[key & LOW])]
         fit = [key for key in whole if key >> 64 >= wanted][:1]
         released = 0
         for key in fit or reversed(whole):
             if released >= wanted:
                 break
             released += key >> 64
-            self.put_back(key & _LOW)
+            self.put_back(key & LOW)
         return released >= wanted
 
     def _collect(self) -> None:
@@ -274,10 +262,10 @@ class Caching:
         target = self.driver.used - int(self.settings.garbage_collection_threshold * limit)
         large = [p for p in self.pools.values() if p.id == DEFAULT_POOL and not p.is_small]
         ages = {
-            key & _LOW: pool.n_looks - self.blocks[key & _LOW].born
+            key & LOW: pool.n_looks - self.blocks[key & LOW].born
             for pool in large
             for key in pool.free
-            if self._is_whole(self.blocks[key & _LOW])
+            if self._is_whole(self.blocks[key & LOW])
         }
         while target > 0 and ages:
             mean = sum(ages.values()) / len(ages)

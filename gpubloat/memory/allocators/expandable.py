@@ -10,7 +10,8 @@ from bisect import bisect_left, insort
 from collections.abc import Sequence
 
 from gpubloat.memory.allocators.base import Driver, Segment
-from gpubloat.memory.allocators.caching import _LOW, SMALL_SEGMENT, Block, Caching, Pool
+from gpubloat.memory.allocators.blocks import LOW, Block, Pool
+from gpubloat.memory.allocators.caching import SMALL_SEGMENT, Caching
 from gpubloat.memory.allocators.settings import Settings
 
 DEVICE_BYTES = 80 << 30  # where neither a limit nor the device's memory is known
@@ -64,10 +65,10 @@ class Expandable(Caching):
         at = bisect_left(free, rounded << 64)
         if at == len(free):
             return None
-        block = blocks[free[at] & _LOW]
+        block = blocks[free[at] & LOW]
         # The best fit is the one that can grow least: its size is the size it could have.
         while block.space is not None and at + 1 < len(free):
-            following = blocks[free[at + 1] & _LOW]
+            following = blocks[free[at + 1] & LOW]
             if _could_have(following) >= _could_have(block):
                 break
             at, block = at + 1, following
@@ -128,7 +129,7 @@ class Expandable(Caching):
         return True
 
     def _release_pool(self, pool: Pool) -> None:
-        free = [key & _LOW for key in pool.free]
+        free = [key & LOW for key in pool.free]
         for address in free:
             if self._is_whole(self.blocks[address]):
                 self.put_back(address)
@@ -165,6 +166,8 @@ class Expandable(Caching):
         if block.previous is None and block.next is None:  # the whole range: its addresses are given back too
             block.pool.unmapped.remove(block.address)
             del self.blocks[block.address]
+            if block.space is not None:
+                self.driver.address_free(*block.space)
 
     def _splice(self, previous: Block | None, block: Block, following: Block | None) -> None:
         """Put a new block between two neighbours."""

@@ -22,6 +22,7 @@ class Native:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.active = 0
+        self.counts: dict[str, int] = {}
         self._held: dict[int, tuple[int, int, str]] = {}
 
     def malloc(self, size: int, stream: int = 0, pool: str = DEFAULT_POOL) -> int | None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from gpubloat.errors import GpubloatError
-from gpubloat.memory.allocators.base import MIB
+from gpubloat.memory.allocators.base import DEFAULT_POOL, MIB
 
 NO_LIMIT = 1 << 64  # larger than any size
 N_DIVISIONS = 16  # intervals from 1 MiB to 64 GiB; below 1 MiB the first counts
@@ -27,19 +27,8 @@ class Settings:
     expandable_segments: bool = False
 
     def changed(self) -> str:
-        """``name=value,...`` of what is not the default."""
-        found = []
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if value == f.default:
-                continue
-            if f.name == "roundup_power2_divisions":
-                found.append(f"{f.name}=[{','.join(f'{1 << i}:{d}' for i, d in enumerate(value))}]")
-            elif isinstance(value, int) and not isinstance(value, bool):
-                found.append(f"{f.name}_mb={value / MIB:g}")
-            else:
-                found.append(f"{f.name}={value}")
-        return ",".join(found)
+        """``name=value,...`` of what is not the default, by PyTorch's names."""
+        return changed(self)
 
 
 def settings(
@@ -101,6 +90,57 @@ def recorded(found: Mapping[str, Any]) -> Settings:
         return settings(**given)
     except GpubloatError:
         return settings(expandable_segments=given["expandable_segments"])
+
+
+def lint(found: Mapping[str, Any] | Settings, pools: Iterable[str] = ()) -> list[str]:
+    """One sentence for each pair of settings that do not go together.
+
+    `found` is what a snapshot has as `allocator_settings`, or Settings; `pools` are the ids of pools that were used.
+    """
+    given = found if isinstance(found, Settings) else recorded(found)
+    conf = "" if isinstance(found, Settings) else str(found.get("PYTORCH_CUDA_ALLOC_CONF", ""))
+    said = []
+    if given.expandable_segments and given.max_split_size != NO_LIMIT:
+        said.append(
+            "max_split_size_mb with expandable_segments: free space above the limit is not used again, and what is "
+            "reserved grows without end; set one of them (pytorch #123548, #119452)"
+        )
+    if given.expandable_segments and any(pool != DEFAULT_POOL for pool in pools):
+        said.append(
+            "expandable_segments with private pools: a MemPool that has an allocator of its own fails; switch "
+            "expandable segments off around it (pytorch #147851)"
+        )
+    if given.expandable_segments and given.garbage_collection_threshold:
+        said.append("garbage_collection_threshold with expandable_segments: their memory is never collected")
+    if "cudaMallocAsync" in conf and ("expandable_segments" in conf or "max_split_size_mb" in conf):
+        said.append("backend:cudaMallocAsync: the other settings are those of the native backend, and do nothing")
+    return said
+
+
+def changed(given: Any) -> str:
+    """``name=value,...`` of the fields of a dataclass of settings that are not the default."""
+    found = []
+    for f in fields(given):
+        value = getattr(given, f.name)
+        if value == f.default:
+            continue
+        if isinstance(value, tuple) and len(set(value)) == 1:
+            found.append(f"{f.name}={value[0]}")
+        elif isinstance(value, tuple):
+            found.append(f"{f.name}=[{','.join(f'{1 << i}:{d}' for i, d in enumerate(value))}]")
+        elif isinstance(given, Settings) and type(value) is int:  # PyTorch counts its sizes in MiB
+            found.append(f"{f.name}_mb={value / MIB:g}")
+        else:
+            found.append(f"{f.name}={value:g}" if isinstance(value, float) else f"{f.name}={value}")
+    return ",".join(found)
+
+
+def truth(name: str, value: object) -> bool:
+    """`value` as True or False, or GpubloatError."""
+    found = {"true": True, "1": True, "false": False, "0": False}.get(str(value).lower())
+    if found is None:
+        raise GpubloatError(f"{name}={value}: true or false is wanted")
+    return found
 
 
 def number(name: str, value: object) -> float:
