@@ -27,23 +27,28 @@ def cache() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gpubloat"
 
 
-def compiler() -> str:
-    """The C compiler: $CC, else the first of cc, gcc and clang. MissingToolError if there is none."""
-    for name in (os.environ.get("CC"), "cc", "gcc", "clang"):
+def compiler(cpp: bool = False) -> str:
+    """The C compiler: $CC, else the first of cc, gcc and clang. MissingToolError if there is none.
+
+    With `cpp`, that of C++: $CXX, c++, g++, clang++.
+    """
+    names = ("CXX", "c++", "g++", "clang++") if cpp else ("CC", "cc", "gcc", "clang")
+    for name in (os.environ.get(names[0]), *names[1:]):
         found = shutil.which(name) if name else None
         if found:
             return found
-    raise MissingToolError("a C compiler", "apt install gcc, or set CC")
+    raise MissingToolError(f"a {'C++' if cpp else 'C'} compiler", f"apt install {names[2]}, or set {names[0]}")
 
 
 def library(name: str, sources: Sequence[str], flags: Sequence[str] = ()) -> Path:
     """Path of the shared library `name` built from `sources` (names in this folder), compiled if need be.
 
+    Sources in C, or in C++ (``.cpp``).
     `flags` go to the compiler behind its usual ones. The file name holds a digest of sources, headers, flags and
     compiler, so that a changed source is compiled anew. Raises MissingToolError without a compiler, GpubloatError with
     the compiler's first complaint.
     """
-    tool = compiler()
+    tool = compiler(any(source.endswith(".cpp") for source in sources))
     digest = hashlib.sha256("\0".join([tool, *_FLAGS, *flags, *sources]).encode())
     for path in [*(FOLDER / source for source in sources), *sorted(FOLDER.rglob("*.h"))]:
         digest.update(path.read_bytes())
