@@ -39,6 +39,9 @@ def entries() -> list[dict[str, object]]:
             if path.suffix == ".parquet":
                 record["schema"] = f"{run['instrument']}.{path.stem}"
                 record["rows"] = pq.ParquetFile(path).metadata.num_rows
+        elif name.startswith("samples/"):
+            record |= {"source": "campaigns/memory on one H200", "licence": LICENCE}
+            record["made_by"] = "campaigns/memory/campaign.py --steps samples"
         found.append(record)
     return found
 
