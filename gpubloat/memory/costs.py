@@ -46,17 +46,22 @@ class Costs:
         }
 
 
-# One H200, driver 13.x: 2 GiB as 1024 handles of 2 MiB took 9.9 ms to create, 2.3 ms to map, 27 ms to make accessible
-# in one call, 17.5 ms to unmap; cuMemAlloc of 2 GiB 0.18 ms. What is fixed was too little to be seen beside that.
+# `fit` of data/measured/memory-h200-vmm (one H200, driver 580, 2 GiB in chunks of 2 MiB, no kernel running), rounded;
+# reserve and address_free are one call whatever the number of handles.
 CONSTANTS = Costs(
     {
-        "malloc": (180.0, 0.0),
-        "create": (0.0, 9900 / 1024),
-        "map": (0.0, 2300 / 1024),
-        "set_access": (0.0, 27000 / 1024),
-        "unmap": (0.0, 17500 / 1024),
+        "malloc": (850.0, 0.0),
+        "free": (960.0, 0.0),
+        "reserve": (25.0, 0.0),
+        "create": (0.0, 12.3),
+        "map": (0.0, 2.7),
+        "set_access": (0.0, 33.7),
+        "set_access_each": (0.0, 36.0),
+        "unmap": (0.0, 23.2),
+        "release": (0.0, 15.8),
+        "address_free": (37.0, 0.0),
     },
-    "constants: one H200, 2 GiB in chunks of 2 MiB",
+    "constants: one H200, 2 GiB in chunks of 2 MiB (memory-h200-vmm)",
 )
 
 
