@@ -27,7 +27,7 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """All checks. Looks only; loads the driver library, sets nothing, needs no GPU."""
-    return [_system(), _observation(), _memory(), _disk(), _driver(), _nvml(), _compiler(), _cupti(), *_packages()]
+    return [_system(), _observation(), _memory(), _disk(), _driver(), _nvml(), *_compilers(), _cupti(), *_packages()]
 
 
 def _system() -> Check:
@@ -40,7 +40,7 @@ def _system() -> Check:
 def _observation() -> Check:
     if (sys.platform, platform.machine(), platform.libc_ver()[0]) != ("linux", "x86_64", "glibc"):
         return Check("trace, exec, verify", "no", "not here", "they need Linux on x86-64 with glibc")
-    if _compiler().state != "yes":
+    if _compilers()[0].state != "yes":
         return Check("trace, exec, verify", "no", "no C compiler", "install gcc")
     return Check("trace, exec, verify", "yes", f"glibc {platform.libc_ver()[1]} on x86-64, and a C compiler")
 
@@ -89,11 +89,15 @@ def _nvml() -> Check:
     return Check("NVML", "yes", f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}")
 
 
-def _compiler() -> Check:
-    try:
-        return Check("C compiler", "yes", os.path.basename(build.compiler()))
-    except MissingToolError:
-        return Check("C compiler", "no", "none found", "tracing compiles its collector on first use: install gcc")
+def _compilers() -> list[Check]:
+    checks = []
+    for name, is_cpp, use in (("C", False, "tracing compiles its collector"), ("C++", True, "stitching is compiled")):
+        try:
+            checks.append(Check(f"{name} compiler", "yes", os.path.basename(build.compiler(is_cpp))))
+        except MissingToolError:
+            remedy = f"{use} on first use: install {'g++' if is_cpp else 'gcc'}"
+            checks.append(Check(f"{name} compiler", "no", "none found", remedy))
+    return checks
 
 
 def _cupti() -> Check:

@@ -13,10 +13,11 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gpubloat.analysis import debloat, usage
+from gpubloat.analysis import debloat, diagnosis, memory, usage, whatif
 from gpubloat.analysis import libraries as analysis
 from gpubloat.errors import GpubloatError
 from gpubloat.plots import libraries as plots
+from gpubloat.plots import memory as memory_plots
 from gpubloat.plots import style
 from gpubloat.run import Run
 
@@ -77,7 +78,26 @@ def _scan(run: Run) -> list[tuple[str, str]]:
     return parts
 
 
-_PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {"libraries": _libraries}
+def _memory(run: Run) -> list[tuple[str, str]]:
+    """A loaded snapshot, or what replays of one gave."""
+    parts = []
+    if {"events", "segments", "blocks", "stacks", "frames"} <= set(run):
+        events, segments, blocks = run["events"], run["segments"], run["blocks"]
+        history = memory.history(events, segments, blocks)
+        for device in sorted(history["device"].unique()):
+            mine, marks = (table[table["device"] == device] for table in (history, events))
+            title = f"Reserved and active memory of GPU {device}"
+            parts.append((title, _figure(lambda ax: memory_plots.timeline(mine, marks, ax=ax), 2.6)))  # noqa: B023
+        found = diagnosis.tables(events, segments, blocks, run["stacks"], run["frames"])
+        parts += [(diagnosis.TITLES[name].capitalize(), _table(table.head(30))) for name, table in found.items()]
+    if "replays" in tuple(run):
+        table = whatif.what_if(run["replays"], bounds=run["bounds"] if "bounds" in tuple(run) else None)
+        parts.append(("What each allocator would have reserved", _table(table)))
+        parts.append(("Verdict", f"<p>{html.escape(whatif.verdict(table))}</p>"))
+    return parts
+
+
+_PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {"libraries": _libraries, "memory": _memory}
 
 
 def _table(frame: pd.DataFrame) -> str:

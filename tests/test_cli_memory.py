@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pandas as pd
 import pytest
 
+from gpubloat import report
 from gpubloat.cli import main
 from gpubloat.cli.memory import _allocator, _size
 from gpubloat.errors import GpubloatError
@@ -274,3 +275,12 @@ def test_nothing_recorded_is_an_error(gpubloat: Command, tmp_path: Path) -> None
     assert "-I" in hint
     assert "say where to keep it" in gpubloat("record", "--", sys.executable).refused()[1]
     assert "no command" in gpubloat("record", "--out", tmp_path / "a.pickle").refused()[0]
+
+
+def test_a_page_about_a_snapshot_and_one_about_replays(gpubloat: Command, tmp_path: Path) -> None:
+    sample = str(Path(__file__).parents[1] / "data" / "samples" / "memory" / "streams.pickle.zst")
+    for verb, said in (("report", "who pins free memory"), ("replay", "what each allocator would have reserved")):
+        run, page = tmp_path / verb, tmp_path / f"{verb}.html"
+        assert gpubloat(verb, sample, "--out", str(run)).status == 0
+        report.write(Run.load(run), page)
+        assert said in page.read_text("utf-8").lower()

@@ -13,34 +13,13 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_REPLAYED = 3  # out-of-memory events
-TITLES = {
-    "now": "memory at the end",
-    "peaks": "peaks of the recorded history",
-    "pinned": "reserved = held + pinned + releasable + unattributed",
-    "owners": "who pins free memory (unlocked: what their end alone would give back)",
-    "blocks": "blocks that pin most",
-    "live": "what the peak was made of",
-}
 
 
 def tables(run: Run) -> dict[str, pd.DataFrame]:
-    """The tables of a report, by the names of `TITLES`."""
-    from gpubloat.analysis import memory as analysis
-    from gpubloat.analysis import pinning, stacks
+    """The tables of a report, by the names of `analysis.diagnosis.TITLES`."""
+    from gpubloat.analysis import diagnosis
 
-    events, segments, blocks, calls, frames = (run[n] for n in ("events", "segments", "blocks", "stacks", "frames"))
-    blocks = stacks.of_blocks(events, blocks)
-    peaks = analysis.peaks(analysis.history(events, segments, blocks))
-    at = dict(zip(peaks["device"], peaks["peak_active_event"])) if len(peaks) else {}
-    live = analysis.live(events, blocks, at)
-    return {
-        "now": analysis.now(segments),
-        "peaks": peaks,
-        "pinned": pinning.totals(pinning.by_segment(segments, blocks)),
-        "owners": pinning.by_owner(segments, blocks, calls, frames, by="place"),
-        "blocks": pinning.by_block(events, segments, blocks, calls, frames),
-        "live": stacks.by_stack(live, calls, frames, by="place"),
-    }
+    return diagnosis.tables(*(run[name] for name in ("events", "segments", "blocks", "stacks", "frames")))
 
 
 def about(run: Run) -> dict[str, Any]:
@@ -65,6 +44,7 @@ def about(run: Run) -> dict[str, Any]:
 
 
 def print_report(found: dict[str, Any], tables: dict[str, pd.DataFrame], top: int) -> None:
+    from gpubloat.analysis.diagnosis import TITLES
     from gpubloat.analysis.whatif import name
 
     if "oom_message" in found:

@@ -139,7 +139,7 @@ def convergence(steps: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         rows = steps[steps["allocator"] == allocator].sort_values("step")
         more = len(kinds) - i  # the first one wider: where two lie on each other, both are seen
         ax.plot(rows["step"], rows["n_driver_calls"], marker=_marker(allocator), markersize=1.5 + more, clip_on=False,
-                linewidth=0.4 + 0.6 * more, color=_color(allocator), label=allocator)  # fmt: skip
+                linewidth=0.6 + 0.4 * more, color=_color(allocator), label=allocator)  # fmt: skip
     ax.set_yscale("symlog", linthresh=1)
     ax.set_ylim(0, max(float(steps["n_driver_calls"].max()) if len(steps) else 1.0, 1.0) * 1.5)
     ax.set_xlim(left=0)
@@ -222,8 +222,9 @@ def batch_pareto(
     if training["is_oom"].astype(bool).any():
         ax.plot([], [], "x", color="black", markersize=4.5, linestyle="none", label="out of memory")
     ax.set_ylim(0, top * (1.1 + 0.05 * max(len(kinds), 1)))
-    ax.set_xlim(left=0)
     sizes = sorted(training["batch"].unique())
+    if sizes and sizes[0] <= sizes[-1] / 4:  # else most of the axis would be empty
+        ax.set_xlim(left=0)
     if 0 < len(sizes) <= 10:
         ax.set_xticks(sizes)
     else:
