@@ -52,7 +52,8 @@ def what_if(
     table["is_recorded"] = table["is_recorded"].astype(bool)
     for name in ("peak_reserved_bytes", "peak_active_bytes", "limit_bytes", "n_calls", "n_oom", "oom_event"):
         table[name] = table[name].astype("Int64")
-    table["utilisation_frac"] = table["utilisation_frac"].astype(float)
+    for name in ("utilisation_frac", *seconds):
+        table[name] = table[name].astype(float)
     base = table[table["is_recorded"]].set_index("device")
     served = table["n_oom"].eq(0) & table["device"].map(base["n_oom"]).eq(0)
     reference = table["device"].map(base["peak_reserved_bytes"]).astype("Int64")
