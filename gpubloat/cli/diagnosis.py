@@ -22,17 +22,17 @@ def tables(run: Run) -> dict[str, pd.DataFrame]:
     return diagnosis.tables(*(run[name] for name in ("events", "segments", "blocks", "stacks", "frames")))
 
 
-def about(run: Run) -> dict[str, Any]:
+def about(run: Run, limit_bytes: int | None = None) -> dict[str, Any]:
     """What is not a table: how complete the history is, warnings about settings, out-of-memory events."""
     from gpubloat.memory import oomtrace
     from gpubloat.memory.allocators import lint
 
     about = run.provenance
     oom: list[dict[str, Any]] = []
-    for (device, event), verdict in oomtrace.of_trace(run).items() if len(run["segments"]) else ():
+    for (device, event), verdict in oomtrace.of_trace(run, limit_bytes).items() if len(run["segments"]) else ():
         # Each takes several replays; a program that tries again and again fails for one reason.
         is_worth_it = verdict.verdict == "fragmentation" and len(oom) < MOST_REPLAYED
-        helped = records(oomtrace.would_have_helped(run, device, event)) if is_worth_it else []
+        helped = records(oomtrace.would_have_helped(run, device, event, limit_bytes=limit_bytes)) if is_worth_it else []
         oom.append({"device": device, "event": event} | verdict.as_dict() | {"would_have_helped": helped})
     return {
         "format": about.get("format"),

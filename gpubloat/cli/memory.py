@@ -63,6 +63,9 @@ def report(
     oom_message: Annotated[
         str | None, typer.Option(metavar="TEXT|-", help="An out-of-memory message of PyTorch; - reads it from stdin.")
     ] = None,
+    limit: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="What the allocator was allowed to take, such as 40GiB.")
+    ] = None,
     top: Annotated[int, typer.Option(min=1, help="Rows of the tables of owners and blocks.")] = 8,
     csv: Csv = None,
     out: Out = None,
@@ -86,7 +89,7 @@ def report(
     if snapshot is not None:
         run = _opened(snapshot, out, force)
         tables = diagnosis.tables(run)
-        found |= diagnosis.about(run) | {name: records(table.head(top)) for name, table in tables.items()}
+        found |= diagnosis.about(run, _size(limit)) | {name: records(table.head(top)) for name, table in tables.items()}
         if csv is not None:
             diagnosis.export(run, tables, csv, force)
     if as_json:

@@ -145,6 +145,8 @@ def diagnose(message: str | Message) -> Verdict:
     spilled = m.capacity_bytes is not None and (m.allocated_bytes or 0) > m.capacity_bytes
     note = "; more is allocated than the GPU has: the driver spills to system memory" if spilled else ""
     asked = f"{size(request)} were asked for, {size(free)} were free"
+    if within < free:
+        asked += f" ({size(within)} of them within the limit of {size(m.allowed_bytes or 0)})"
     if request <= within:
         why = f"{asked}: PyTorch did not need its {size(unused)} of unused memory; something else said no{note}"
         return Verdict("driver_or_limit_refused", why, _refused(m), short, m)

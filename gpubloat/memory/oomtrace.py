@@ -25,9 +25,10 @@ _SIGN = {"segment_alloc": 1, "segment_map": 1, "segment_free": -1, "segment_unma
 _FIRST_ADDRESS = (1 << 57) - (1 << 40)  # above what any device uses
 
 
-def of_trace(run: Run) -> dict[tuple[int, int], Verdict]:
+def of_trace(run: Run, limit_bytes: int | None = None) -> dict[tuple[int, int], Verdict]:
     """The verdict on each `oom` event of a trace, by (device, event).
 
+    `limit_bytes` : what the allocator was allowed to take (set_per_process_memory_fraction), which no trace records.
     Free bytes are what the driver said then; those that PyTorch held unused are counted back from the snapshot at the
     end of the trace, private pools left out as in PyTorch's own message.
     """
@@ -41,7 +42,7 @@ def of_trace(run: Run) -> dict[tuple[int, int], Verdict]:
             backend="CUDA", gpu=int(device), request_bytes=int(size), capacity_bytes=None, free_bytes=int(free),
             allocated_bytes=active, unallocated_bytes=None if reserved is None else max(reserved - (active or 0), 0),
             reserved_bytes=reserved, private_bytes=None, process_bytes=None, other_processes_bytes=None,
-            allowed_bytes=None,
+            allowed_bytes=limit_bytes,
         )  # fmt: skip
         found[int(device), int(number)] = diagnose(message)
     return found
@@ -64,14 +65,18 @@ def _held(run: Run, device: int, event: int) -> tuple[int | None, int | None]:
 
 
 def would_have_helped(
-    run: Run, device: int, event: int, candidates: tuple[tuple[str, dict[str, Any]], ...] = CANDIDATES
+    run: Run,
+    device: int,
+    event: int,
+    candidates: tuple[tuple[str, dict[str, Any]], ...] = CANDIDATES,
+    limit_bytes: int | None = None,
 ) -> pd.DataFrame:
     """Replay a trace with the failed request in it, under other allocators and with the memory that there was.
 
     Parameters
     ----------
     run : what `load` gives. device, event : of the `oom` event.
-    candidates : allocators with settings.
+    candidates : allocators with settings. limit_bytes : as in `of_trace`.
 
     Returns
     -------
@@ -85,6 +90,8 @@ def would_have_helped(
         raise GpubloatError(f"event {event} of GPU {device} is no out-of-memory event")
     reserved, _ = _held_everywhere(run, device, event)
     limit = reserved + int(events.loc[here, "address"].iloc[0])
+    if limit_bytes is not None:
+        limit = min(limit, limit_bytes)
     edited = _with_request(run, device, event)
     rows = []
     for name, settings in candidates:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from gpubloat import memory
+from gpubloat.memory import oomtrace
 
 SAMPLES = Path(__file__).parents[2] / "data" / "samples" / "memory"
 # What the allocator was allowed to take, which a trace does not hold and garbage collection depends on.
@@ -43,3 +44,16 @@ def test_the_model_makes_the_calls_of_the_real_allocator() -> None:
     replayed = memory.replay(SAMPLES / "opt-n.pickle.zst", "stitching")["replays"].iloc[0]
     assert replayed["n_calls"] == 30955
     assert replayed["n_oom"] == 0
+
+
+def test_the_verdict_on_the_recorded_oom_needs_its_limit() -> None:
+    run = memory.load(SAMPLES / "oom.pickle.zst")
+    (device, event), without = next(iter(oomtrace.of_trace(run).items()))
+    assert without.verdict == "driver_or_limit_refused"
+    told = oomtrace.of_trace(run, LIMITS["oom"])[device, event]
+    assert told.verdict == "fragmentation"
+    assert "of them within the limit of 1.17 GiB" in told.why
+    helped = oomtrace.would_have_helped(run, device, event, limit_bytes=LIMITS["oom"])
+    best = helped.set_index("allocator").loc["expandable"]
+    assert best["is_served"]
+    assert best["limit_bytes"] == LIMITS["oom"]
