@@ -83,7 +83,7 @@ def test_a_replay_as_json(gpubloat: Command, small: Path) -> None:
     assert set(names[4:]) == {"bound: live", "bound: chunks", "bound: packing"}
     assert [row["is_recorded"] for row in answer["allocators"]] == [True] + [False] * 6
     assert answer["verdict"]
-    assert answer["note"] == ""
+    assert answer["notes"] == []
 
 
 def test_the_allocator_that_is_asked_for_answers(gpubloat: Command, small: Path) -> None:
@@ -141,7 +141,7 @@ def test_a_real_trace_that_begins_mid_run_says_so(gpubloat: Command) -> None:
     file = TRACES / "cs336_wedsonlin" / "medium_1024_inference_memory_snapshot.pickle"
     answer = json.loads(gpubloat("replay", file, "--json", "--allocator", "expandable").out)
     assert answer["address_exact_frac"] == 1.0
-    assert "the trace starts mid-run" in answer["note"]
+    assert any("the trace starts mid-run" in note for note in answer["notes"])
     assert answer["verdict"].startswith("expandable would reserve 0.3")
 
 
@@ -167,12 +167,15 @@ def test_words_become_settings() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "size"), [("40GiB", 40 << 30), ("40 GB", 40 * 10**9), ("1.5mib", 3 << 19), ("12", 12), ("7B", 7)]
+    ("text", "size"),
+    [("40GiB", 40 << 30), ("40 GB", 40 * 10**9), ("40g", 40 * 10**9), ("1.5mib", 3 << 19), ("2000000", 2_000_000)],
 )
 def test_sizes(text: str, size: int) -> None:
     assert _size(text) == size
     with pytest.raises(GpubloatError):
         _size(text + "x")
+    with pytest.raises(GpubloatError, match="less than one segment"):
+        _size("40")
 
 
 # verify
@@ -284,3 +287,19 @@ def test_a_page_about_a_snapshot_and_one_about_replays(gpubloat: Command, tmp_pa
         assert gpubloat(verb, sample, "--out", str(run)).status == 0
         report.write(Run.load(run), page)
         assert said in page.read_text("utf-8").lower()
+
+
+def test_what_pinned_at_the_peak(gpubloat: Command) -> None:
+    sample = str(Path(__file__).parents[1] / "data" / "samples" / "memory" / "opt-13b-lro.pickle.zst")
+    end, peak = (json.loads(gpubloat("report", sample, "--json", *more).out) for more in ([], ["--at-peak"]))
+    assert (end["now"], end["peaks"], end["live"]) == (peak["now"], peak["peaks"], peak["live"])
+    held = [found["pinned"][0]["held_bytes"] for found in (end, peak)]
+    assert held[1] > 50 * held[0]
+    assert peak["owners"][0]["place"] == "forward (memory/decoder.py:65)"
+
+
+def test_a_replay_says_what_it_could_not_know(gpubloat: Command) -> None:
+    samples = Path(__file__).parents[1] / "data" / "samples" / "memory"
+    words = ["replay", str(samples / "settings.pickle.zst"), "--allocator", "expandable", "--json"]
+    assert "the trace itself shows a peak of 1,432.4 MB" in json.loads(gpubloat(*words).out)["notes"][0]
+    assert json.loads(gpubloat(*words, "--limit", "1500MiB").out)["notes"] == []

@@ -47,7 +47,7 @@ def _history(device: int, events: pd.DataFrame, segments: pd.DataFrame, blocks: 
     held = blocks[blocks["state"].isin(HELD)]
     real = -(-np.maximum(size, 1) // GRAIN) * GRAIN
     last = events.loc[action == "alloc", "address"].drop_duplicates(keep="last")
-    known = last.map(held.set_index("address")["size_bytes"]).dropna()
+    known = last.map(held.drop_duplicates("address").set_index("address")["size_bytes"]).dropna()
     real[events.index.get_indexer(known.index)] = known.to_numpy(np.int64)
     sign = action.map({"alloc": 1, "free_completed": -1}).fillna(0).to_numpy(np.int64)
     steps = {

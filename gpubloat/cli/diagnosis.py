@@ -15,11 +15,12 @@ if TYPE_CHECKING:
 MOST_REPLAYED = 3  # out-of-memory events
 
 
-def tables(run: Run) -> dict[str, pd.DataFrame]:
+def tables(run: Run, is_at_peak: bool = False) -> dict[str, pd.DataFrame]:
     """The tables of a report, by the names of `analysis.diagnosis.TITLES`."""
     from gpubloat.analysis import diagnosis
 
-    return diagnosis.tables(*(run[name] for name in ("events", "segments", "blocks", "stacks", "frames")))
+    events, segments, blocks = run["events"], run["segments"], run["blocks"]
+    return diagnosis.tables(events, segments, blocks, run["stacks"], run["frames"], is_at_peak)
 
 
 def about(run: Run, limit_bytes: int | None = None) -> dict[str, Any]:
@@ -44,7 +45,7 @@ def about(run: Run, limit_bytes: int | None = None) -> dict[str, Any]:
 
 
 def print_report(found: dict[str, Any], tables: dict[str, pd.DataFrame], top: int) -> None:
-    from gpubloat.analysis.diagnosis import TITLES
+    from gpubloat.analysis.diagnosis import TITLES, summary
     from gpubloat.analysis.whatif import name
 
     if "oom_message" in found:
@@ -55,6 +56,8 @@ def print_report(found: dict[str, Any], tables: dict[str, pd.DataFrame], top: in
         print(printable(found["no_events"]))
     for warning in found.get("lint", ()):
         print(f"warning: {printable(str(warning))}")
+    for sentence in summary(tables) if tables else ():
+        print(sentence)
     for part, title in TITLES.items() if tables else ():
         table = tables[part]
         if part == "peaks":
@@ -100,6 +103,28 @@ def readable(table: pd.DataFrame) -> pd.DataFrame:
     if not (shorter["n_oom"] > 0).any():
         shorter = shorter.drop(columns=["n_oom", "oom_event"])
     return shown(shorter.rename(columns={"allocator": "allocator (* recorded it)"}))
+
+
+def of_the_model(run: Run, table: pd.DataFrame, exact: float | None) -> list[str]:
+    """Why the figures of a replay are less than certain: blocks elsewhere than recorded, another peak than recorded."""
+    from gpubloat.analysis import memory as analysis
+
+    notes = []
+    if exact is not None and exact < 1:
+        notes.append(f"only {exact:.1%} of the allocations are where they were recorded: take these figures as a guess")
+    if not len(run["segments"]):
+        return notes
+    peaks = analysis.peaks(analysis.history(run["events"], run["segments"], run["blocks"]))
+    recorded = dict(zip(peaks["device"].tolist(), peaks["peak_reserved_bytes"].tolist()))
+    base = table[table["is_recorded"]]
+    for device, replayed in zip(base["device"].tolist(), base["peak_reserved_bytes"].tolist()):
+        peak = recorded.get(device, 0)
+        if peak and abs(replayed - peak) > 0.01 * peak:
+            notes.append(
+                f"the trace itself shows a peak of {peak / 1e6:,.1f} MB on GPU {device}; savings are counted from "
+                f"the replay's {replayed / 1e6:,.1f}. A memory limit (give --limit) or pools that went back explain it"
+            )
+    return notes
 
 
 def of_the_start(run: Run, table: pd.DataFrame) -> str:

@@ -66,6 +66,9 @@ def report(
     limit: Annotated[
         str | None, typer.Option(metavar="SIZE", help="What the allocator was allowed to take, such as 40GiB.")
     ] = None,
+    at_peak: Annotated[
+        bool, typer.Option("--at-peak", help="Who pinned what when most was reserved, instead of at the end.")
+    ] = False,
     top: Annotated[int, typer.Option(min=1, help="Rows of the tables of owners and blocks.")] = 8,
     csv: Csv = None,
     out: Out = None,
@@ -88,7 +91,7 @@ def report(
     tables: dict[str, pd.DataFrame] = {}
     if snapshot is not None:
         run = _opened(snapshot, out, force)
-        tables = diagnosis.tables(run)
+        tables = diagnosis.tables(run, at_peak)
         found |= diagnosis.about(run, _size(limit)) | {name: records(table.head(top)) for name, table in tables.items()}
         if csv is not None:
             diagnosis.export(run, tables, csv, force)
@@ -106,7 +109,11 @@ def replay(
     snapshot: Snapshot,
     allocator: Annotated[
         list[str] | None,
-        typer.Option(metavar="NAME[,k=v]...", help="Allocator with settings; can be given several times."),
+        typer.Option(
+            metavar="NAME[,k=v]...",
+            help="native, bfc, caching, expandable, stitching or gmlake, with settings such as "
+            "caching,max_split_size_mb=128; can be given several times.",
+        ),
     ] = None,
     limit: Annotated[str | None, typer.Option(metavar="SIZE", help="Memory of the GPU, such as 40GiB.")] = None,
     csv: Csv = None,
@@ -129,7 +136,9 @@ def replay(
     replays, checked, first = _replayed(run, wanted, _size(limit))
     table = whatif.what_if(replays, bounds=memory.bounds(run)["bounds"])
     verdict = whatif.verdict(table)
-    note = "" if limit else diagnosis.of_the_start(run, table)
+    notes = diagnosis.of_the_model(run, table, _exact(checked))
+    if start := "" if limit else diagnosis.of_the_start(run, table):
+        notes.append(start)
     if csv is not None or out is not None:
         kept = _keep(run, replays, checked, out, force)
         if csv is not None:
@@ -137,7 +146,7 @@ def replay(
     if as_json:
         print(
             json.dumps(
-                _answer(table, first, checked) | {"verdict": verdict, "note": note, "allocators": records(table)}
+                _answer(table, first, checked) | {"verdict": verdict, "notes": notes, "allocators": records(table)}
             )
         )
         return
@@ -145,7 +154,7 @@ def replay(
     if checked is not None:
         print(_how_exact(checked))
     print(f"verdict: {verdict}")
-    if note:
+    for note in notes:
         print(f"note: {note}")
     for place in (csv, out):
         if place is not None:
@@ -179,6 +188,8 @@ def verify(
     exact = _exact(table)
     if as_json:
         print(json.dumps({"address_exact_frac": exact, "verifications": records(table)}))
+    elif exact is None:
+        print("the trace holds no allocation: there is nothing to compare")
     else:
         hidden = ["n_preexisting", "n_owners_of_gaps", "n_events"]
         print_table(shown(table.drop(columns=hidden)), title="recorded against replayed")
@@ -226,17 +237,24 @@ def _value(text: str) -> Any:
 
 
 def _size(text: str | None) -> int | None:
-    """40GiB, 40GB or a number of bytes."""
+    """40GiB, 40GB, 40G (as GB) or a number of bytes, a mebibyte at least."""
     if text is None:
         return None
-    units = {"": 1, "b": 1} | {f"{u}b": 1000**n for n, u in enumerate("kmgt", 1)}
+    units = (
+        {"": 1, "b": 1}
+        | {u: 1000**n for n, u in enumerate("kmgt", 1)}
+        | {f"{u}b": 1000**n for n, u in enumerate("kmgt", 1)}
+    )
     units |= {f"{u}ib": 1024**n for n, u in enumerate("kmgt", 1)}
     number = text.strip().rstrip("bBiIkKmMgGtT").strip()
     unit = text.strip()[len(number) :].strip().lower()
     try:
-        return int(float(number) * units[unit])
+        size = int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
         raise GpubloatError(f"{text!r} is no size", "write 40GiB, 40GB or a number of bytes") from None
+    if size < 1 << 20:
+        raise GpubloatError(f"{text!r} is {size} bytes, less than one segment", "write the unit: 40GiB")
+    return size
 
 
 def _replayed(

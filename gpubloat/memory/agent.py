@@ -11,26 +11,37 @@ import inspect
 import json
 import os
 import pickle
+import re
 import sys
 import time
 from typing import Any
 
 OUT, MAX_ENTRIES, STACKS = "GPUBLOAT_MEMORY_OUT", "GPUBLOAT_MEMORY_MAX_ENTRIES", "GPUBLOAT_MEMORY_STACKS"
+RUN, FORCE = "GPUBLOAT_MEMORY_RUN", "GPUBLOAT_MEMORY_FORCE"
 PROTOCOL = 4  # what viewers read; the default of Python 3.14 is 5
-PART = ".part"
+PART, CLAIM = ".part", ".claim"
+END = b""  # in a claim: the process came to its end
 
 _observed: set[int] = set()  # ids of torch modules that have our observer: it cannot be taken away again
 _current: Recorder | None = None
 
 
 class Recorder:
-    """One recording of this process into one file. `about` is what is stored beside the snapshot."""
+    """One recording of this process into one file. `about` is what is stored beside the snapshot.
 
-    def __init__(self, torch: Any, path: str, max_entries: int, stacks: str) -> None:
+    `run` is in the names of files that are not yet whole, so that nobody else's are touched; `claim` is the file by
+    which a process of a command tells what it wrote.
+    """
+
+    def __init__(
+        self, torch: Any, path: str, max_entries: int, stacks: str, run: str = "", claim: str | None = None
+    ) -> None:
         self.torch = torch
         self.path = path
         self.max_entries = max_entries
         self.stacks = stacks
+        self.run = run or new_run()
+        self.claim = claim
         self.pid = os.getpid()
         self.is_started = False
         self.is_ours = False
@@ -60,14 +71,18 @@ class Recorder:
             attach(_on_oom)
 
     def save(self, reason: str, path: str | None = None) -> dict[str, Any]:
-        """Write the snapshot and, beside it, a JSON file with what is known about it. Returns the latter's content."""
+        """Write the snapshot and, beside it, a JSON file with what is known about it. Returns the latter's content.
+
+        What was there before is replaced when both are whole, and else left alone.
+        """
         before = time.perf_counter()
         snapshot = self.torch.cuda.memory._snapshot()
         taken = time.perf_counter()
         place = path or self.path
-        n_bytes = write(snapshot, place)
+        part, about_part = (f"{name}.{self.run}{PART}" for name in (place, f"{place}.json"))
+        n_bytes = write(snapshot, part)
         entries = [len(trace) for trace in snapshot.get("device_traces", [])]
-        self.about = {
+        about = {
             "reason": reason,
             "n_entries": entries,
             "max_entries": self.max_entries if self.is_ours else None,
@@ -83,11 +98,27 @@ class Recorder:
             "program": os.path.basename(sys.argv[0]) if sys.argv else "",
             "rank": os.environ.get("RANK"),
         }
-        text = json.dumps(self.about, indent=1) + "\n"
-        with open(place + ".json" + PART, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.replace(place + ".json" + PART, place + ".json")
-        return self.about
+        try:
+            with open(about_part, "w", encoding="utf-8") as file:
+                file.write(json.dumps(about, indent=1) + "\n")
+            os.replace(part, place)
+            os.replace(about_part, place + ".json")
+        except BaseException:
+            _unlink(part)
+            _unlink(about_part)
+            raise
+        self.about = about
+        self.note(os.fsencode(os.path.basename(place)))
+        return about
+
+    def note(self, what: bytes) -> None:
+        """Tell the command's recorder: the name of a file that was written, or `END`."""
+        if self.claim is not None:
+            try:
+                with open(os.open(self.claim, os.O_WRONLY | os.O_APPEND), "wb") as file:
+                    file.write(what + b"\0")
+            except OSError:  # gone, as the command ended before this process; the snapshot is there all the same
+                return
 
     def end(self) -> None:
         """Stop the history, if it was started here."""
@@ -107,19 +138,25 @@ def switch(torch: Any, max_entries: int, stacks: str) -> None:
         record(True, trace_alloc_max_entries=max_entries, trace_alloc_record_context=True)
 
 
+def new_run() -> str:
+    """What tells the files of one recording from those of all others."""
+    return os.urandom(4).hex()
+
+
 def write(snapshot: Any, path: str) -> int:
     """Pickle into `path`, which is there whole or not at all. Returns its size in bytes."""
-    part = path + PART
     try:
-        with open(part, "wb") as file:
+        with open(path, "wb") as file:
             pickle.dump(snapshot, file, protocol=PROTOCOL)
-            size = file.tell()
-        os.replace(part, path)
+            return file.tell()
     except BaseException:
-        if os.path.exists(part):
-            os.unlink(part)
+        _unlink(path)
         raise
-    return size
+
+
+def _unlink(path: str) -> None:
+    if os.path.exists(path):
+        os.unlink(path)
 
 
 def numbered(path: str, n: int) -> str:
@@ -186,22 +223,31 @@ def _torch_is_there(torch: Any) -> None:
 
 def _claim(torch: Any) -> None:
     """CUDA starts: take the first file name that no other process of this command has, and record."""
-    out = os.environ[OUT]
     try:
+        out, run = os.environ[OUT], os.environ[RUN]
         for n in range(1 << 16):
             path = numbered(out, n)
-            if not os.path.exists(path):
-                try:
-                    os.close(os.open(path + PART, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
-                    break
-                except FileExistsError:
-                    continue
-        recorder = Recorder(torch, path, int(os.environ[MAX_ENTRIES]), os.environ[STACKS])
+            if not os.environ.get(FORCE) and _is_taken(path, run):
+                continue
+            claim = f"{path}.{run}{CLAIM}"
+            try:
+                os.close(os.open(claim, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+                break
+            except FileExistsError:
+                continue
+        recorder = Recorder(torch, path, int(os.environ[MAX_ENTRIES]), os.environ[STACKS], run, claim)
         recorder.begin()
         recorder.start()
         _register(recorder)
     except Exception as error:
         print(f"gpubloat: the memory of this process is not recorded: {error}", file=sys.stderr)
+
+
+def _is_taken(path: str, run: str) -> bool:
+    """Whether the file is there, or another command's process is about to write it."""
+    folder, name = os.path.split(path)
+    claims = re.compile(rf"{re.escape(name)}\.(?!{run})[0-9a-f]{{8}}{re.escape(CLAIM)}")
+    return os.path.exists(path) or any(map(claims.fullmatch, os.listdir(folder)))
 
 
 def _register(recorder: Recorder) -> None:
@@ -222,5 +268,7 @@ def _at_exit(recorder: Recorder) -> None:
     except Exception as error:
         print(f"gpubloat: the snapshot was not written: {error}", file=sys.stderr)
         return
+    finally:
+        recorder.note(END)
     if about["is_ring_full"]:
         print(f"gpubloat: the history was full at {recorder.max_entries} entries: it starts mid-run", file=sys.stderr)

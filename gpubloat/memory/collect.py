@@ -20,7 +20,7 @@ from gpubloat.tables.memory import TABLES
 
 HINT = "give a snapshot of torch.cuda.memory._dump_snapshot, a log of RMM or a CSV of MiniMalloc"
 _ZSTD = b"\x28\xb5\x2f\xfd"
-_MOST_RATIO, _SMALL = 200, 64 << 20  # snapshots are compressed 10 to 50 times; a bomb is, 10,000 times
+_MOST_RATIO, _SMALL = 200, 8 << 20  # snapshots are compressed 10 to 50 times; a bomb is, 10,000 times
 METHOD = {
     "events": "as recorded; sizes are what the program asked for, those of segments are real",
     "starts_mid_run": "some block was freed, or is there at the end, whose allocation the trace does not hold",

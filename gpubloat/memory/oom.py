@@ -14,7 +14,11 @@ from typing import Any
 from gpubloat.errors import GpubloatError
 
 VERDICTS = ("no_allocator_can_help", "driver_or_limit_refused", "fragmentation", "insufficient_data")
-_SIZE = r"(\d+(?:\.\d+)?(?:e\+?\d+)?)\s*(bytes?|[KMGTP]i?b?B)"
+_LOOK = 1 << 16  # characters of a message that are looked at: the longest known have some thousand
+# Repetitions are bounded, as a log may be anything. Thousands may be parted by commas; the end of a number that is
+# written otherwise (1.024,00 or 1 024 or 1'024), or of a negative one, is not taken for a number.
+_NUMBER = r"(?:[1-9][0-9]{0,2}(?:,[0-9]{3}){1,6}|[0-9]{1,20})(?:\.[0-9]{1,20})?(?:e\+?[0-9]{1,3})?"
+_SIZE = rf"(?<![0-9.,'\u2019_\-\u2212\u2013])(?<![0-9] )({_NUMBER}) ?(bytes?|[KMGTP]i?b?B)"
 _UNITS = {"B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40, "P": 1 << 50}
 _ABSURD = 1 << 56  # WSL reports other processes with -1: 17179869184 GiB
 # Where each number stands, in all wordings since PyTorch 0.4; misspelt "capacty" until 2.1.
@@ -29,7 +33,10 @@ _FIELDS = {
     "process_bytes": (rf"this process has {_SIZE} memory in use",),
     "allowed_bytes": (rf"{_SIZE} allowed\b",),
 }
-_OTHERS = re.compile(rf"(?<!this )Process \d+ has {_SIZE} memory in use", re.IGNORECASE)
+_OTHERS = re.compile(rf"(?<!this )Process [0-9]{{1,20}} has {_SIZE} memory in use", re.IGNORECASE)
+_MENTION = re.compile(r"out of memory", re.IGNORECASE)
+_MESSAGE = re.compile(r"out of memory(?: ?\([^()]{0,300}\))?\W{0,4}tried to allocate", re.IGNORECASE)
+_ESCAPES = re.compile(r"\x1b(?:\[[0-?]{0,64}[ -/]{0,8}[@-~]|\][^\x07\x1b]{0,4096}(?:\x07|\x1b\\))")  # of terminals
 _BACKENDS = re.compile(r"\b(CUDA|HIP|XPU|MPS|NPU|MUSA)\b[^.]{0,20}out of memory", re.IGNORECASE)
 
 _SNAPSHOT = (
@@ -74,24 +81,28 @@ class Verdict:
 
 
 def parse(text: str) -> Message:
-    """The numbers of the first out-of-memory message in `text`, a traceback for example.
+    """The numbers of the first out-of-memory message in `text`, a traceback or a log for example.
+
+    The first that says how much was asked for, if any does: other lines speak of running out of memory, too.
 
     Raises
     ------
     GpubloatError : there is no such message in it.
     """
-    flat = re.sub(r"[\s|│]+", " ", re.sub(r"(?m)^\s*>+", "", text))
-    start = re.search(r"out of memory", flat, re.IGNORECASE)
+    plain = re.sub(r"(?m)^[^\S\n]*>+", "", _ESCAPES.sub("", text))
+    flat = re.sub(r"[\s|│]+", " ", plain)
+    start = _MESSAGE.search(flat) or _MENTION.search(flat)
     if start is None:
         raise GpubloatError(
             "this is no out-of-memory message of PyTorch", "paste it from 'CUDA out of memory. Tried to allocate'"
         )
-    backend = _BACKENDS.search(flat)
-    begin = max(start.start() - 20, 0)
-    another = re.search(r"out of memory\. Tried", flat[start.end() :])
-    flat = flat[begin : start.end() + another.start() if another else None]
+    begin = start.start()
+    phrase_end = begin + len("out of memory")
+    backend = _BACKENDS.search(flat[max(begin - 30, 0) : phrase_end])
+    another = _MESSAGE.search(flat, start.end(), phrase_end + _LOOK)
+    flat = flat[begin : another.start() if another else phrase_end + _LOOK]
     found = {name: _first(patterns, flat) for name, patterns in _FIELDS.items()}
-    gpu = re.search(r"GPU (\d+)", flat)
+    gpu = re.search(r"GPU ([0-9]{1,4})(?![0-9])", flat)
     others = [size for size in (_bytes(*m) for m in _OTHERS.findall(flat)) if size is not None]
     if found["unallocated_bytes"] is None and None not in (found["reserved_bytes"], found["allocated_bytes"]):
         found["unallocated_bytes"] = max((found["reserved_bytes"] or 0) - (found["allocated_bytes"] or 0), 0)
@@ -120,7 +131,7 @@ def _first(patterns: tuple[str, ...], text: str) -> int | None:
 
 
 def _bytes(number: str, unit: str) -> int | None:
-    size = float(number) * _UNITS[unit[0].upper()]
+    size = float(number.replace(",", "")) * _UNITS[unit[0].upper()]
     return round(size) if size < _ABSURD else None
 
 
@@ -176,8 +187,9 @@ def _refused(m: Message) -> tuple[str, ...]:
     if m.allowed_bytes is not None:
         advice.append(f"raise the limit of {size(m.allowed_bytes)}: torch.cuda.set_per_process_memory_fraction")
     advice.append(
-        "look for a limit outside PyTorch: another process that has ended since, a MIG slice or container limit, "
-        "WDDM on Windows, a MemPool with its own allocator, or the limit on mappings (vm.max_map_count)"
+        "look for a limit: torch.cuda.set_per_process_memory_fraction, another process that has ended since, a MIG "
+        "slice or container limit, WDDM on Windows, a MemPool with its own allocator, or the limit on mappings "
+        "(vm.max_map_count)"
     )
     return tuple(advice)
 

@@ -20,6 +20,8 @@ MAX_ENTRIES = 1_000_000
 STACKS = ("python", "all")
 HOOK = Path(__file__).parent / "hook"
 
+Files = dict[Path, tuple[int, int] | None]  # what tells a file from one that replaced it: inode, and time in ns
+
 
 @dataclass
 class Recording:
@@ -51,7 +53,7 @@ def record(
         the first out-of-memory error the state of that moment goes to ``<stem>.oom<suffix>``, too.
     max_entries : how many events are kept per GPU; older ones are dropped, and `about` says so.
     stacks : ``"python"``, about 2 µs per allocation, or ``"all"`` with C++ frames, which take minutes to name.
-    force : replace the file.
+    force : replace the file, and remove all others of an older recording, once there is a new snapshot.
 
     Raises
     ------
@@ -60,7 +62,7 @@ def record(
 
     CUDA is not initialised here: recording starts when the block does that. A history that was on before is left on.
     """
-    place = _checked(path, max_entries, stacks, force)
+    place, old = _checked(path, max_entries, stacks, force)
     torch = _torch()
     if agent._current is not None:
         raise GpubloatError("the memory of this process is being recorded already", "end that recording first")
@@ -78,6 +80,8 @@ def record(
             raise GpubloatError("nothing was recorded: the block did not use CUDA", "put the work on a GPU into it")
     finally:
         recorder.end()
+        if recorder.about:
+            _remove(old)
 
 
 def _save(recorder: agent.Recorder, recording: Recording, reason: str, torch: Any) -> None:
@@ -107,7 +111,8 @@ def _torch() -> Any:
     return torch
 
 
-def _checked(path: str | os.PathLike[str], max_entries: int, stacks: str, force: bool) -> Path:
+def _checked(path: str | os.PathLike[str], max_entries: int, stacks: str, force: bool) -> tuple[Path, Files]:
+    """The file's whole name, and what is there of an older recording."""
     place = Path(path).absolute()
     if stacks not in STACKS:
         raise GpubloatError(f"stacks={stacks!r}", f"known: {', '.join(STACKS)}")
@@ -120,17 +125,35 @@ def _checked(path: str | os.PathLike[str], max_entries: int, stacks: str, force:
     old = snapshots(place)
     if old and not force:
         raise GpubloatError(f"{old[0]} exists", "name another file, or add --force (in Python, force=True)")
-    for file in old:
-        file.unlink()
-        Path(f"{file}.json").unlink(missing_ok=True)
-    return place
+    return place, {file: _identity(file) for file in old}
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except FileNotFoundError:
+        return None
+    return found.st_ino, found.st_mtime_ns
+
+
+def _remove(old: Files) -> None:
+    """What is left of an older recording when there is a newer one: the two are not to be mixed up."""
+    for file, identity in old.items():
+        if identity is not None and _identity(file) == identity:
+            file.unlink()
+            Path(f"{file}.json").unlink(missing_ok=True)
 
 
 def snapshots(path: Path) -> list[Path]:
     """The snapshots of one recording: `path`, those of its other processes, and those of out-of-memory errors."""
-    name = re.compile(rf"{re.escape(path.stem)}(\.\d+)?(\.oom)?{re.escape(path.suffix)}")
+    name = re.compile(_names(path))
     found = [p for p in path.parent.iterdir() if name.fullmatch(p.name) and p.is_file()]
     return sorted(found, key=lambda p: (p.name != path.name, len(p.name), p.name))
+
+
+def _names(path: Path) -> str:
+    stem, suffix = os.path.splitext(path.name)
+    return rf"{re.escape(stem)}(\.[0-9]+)?(\.oom)?{re.escape(suffix)}"
 
 
 @dataclass(frozen=True)
@@ -156,6 +179,7 @@ def run(
     The recorder comes in by PYTHONPATH, so it also reaches what a launcher starts (torchrun, accelerate, spawned
     workers); ``python -I``, ``-E`` and ``-S`` keep it out. The first process to start CUDA gets `path`, the others
     ``<stem>.1<suffix>``, ``<stem>.2<suffix>``... A process ends by its own exit or exception, or its history is lost.
+    With `force`, an older recording is replaced once there is a new snapshot, and kept if there is none.
 
     Raises
     ------
@@ -163,7 +187,8 @@ def run(
     """
     if not command:
         raise GpubloatError("no command is given", "put it behind two dashes: -- python train.py")
-    place = _checked(path, max_entries, stacks, force)
+    place, old = _checked(path, max_entries, stacks, force)
+    run_id = agent.new_run()
     variables = dict(os.environ if env is None else env)
     before = variables.get("PYTHONPATH")
     variables |= {
@@ -171,6 +196,8 @@ def run(
         agent.OUT: str(place),
         agent.MAX_ENTRIES: str(max_entries),
         agent.STACKS: stacks,
+        agent.RUN: run_id,
+        agent.FORCE: "1" if force else "",
     }
     try:
         process = subprocess.Popen(list(command), env=variables)
@@ -179,14 +206,27 @@ def run(
     try:
         status = _wait(process)
     finally:
-        lost = list(place.parent.glob(f"{_glob(place.stem)}*{agent.PART}"))
-        for part in lost:
-            part.unlink(missing_ok=True)
-    return Recorded(status, tuple(snapshots(place)), sum(not p.name.endswith(f".json{agent.PART}") for p in lost))
+        written, n_lost = _collect(place, run_id)
+        if written:
+            _remove(old)
+    return Recorded(status, tuple(file for file in snapshots(place) if file.name in written), n_lost)
 
 
-def _glob(text: str) -> str:
-    return re.sub(r"([\[\]?*])", r"[\1]", text)
+def _collect(place: Path, run_id: str) -> tuple[set[str], int]:
+    """The names that this command's processes wrote, and how many of them did not end; removes what they left."""
+    left = re.compile(rf"(?P<of>{_names(place)})(\.json)?\.{run_id}(?P<kind>{agent.PART}|{agent.CLAIM})")
+    written: set[str] = set()
+    n_lost = 0
+    for file in list(place.parent.iterdir()):
+        match = left.fullmatch(file.name)
+        if match is None:
+            continue
+        if match["kind"] == agent.CLAIM:
+            notes = file.read_bytes().split(b"\0")[:-1]
+            written |= {os.fsdecode(note) for note in notes if note != agent.END}
+            n_lost += agent.END not in notes
+        file.unlink(missing_ok=True)
+    return written, n_lost
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int:

@@ -13,7 +13,7 @@ from gpubloat.errors import GpubloatError
 from gpubloat.memory import costs as costs_of
 from gpubloat.memory.allocators import Allocator, AnySettings, Caching, Driver, Expandable, choose, lint, make
 from gpubloat.memory.allocators.base import EACH
-from gpubloat.memory.allocators.settings import Settings, number
+from gpubloat.memory.allocators.settings import NO_LIMIT, Settings, number
 from gpubloat.memory.costs import Costs
 from gpubloat.memory.start import Start, infer
 from gpubloat.memory.trace import Trace, opened, traces
@@ -27,6 +27,9 @@ METHOD = {
     "start": "recorded: from the state worked out backwards from the snapshot; packed: blocks that were held before "
     "the trace are allocated first, by address; auto: recorded for the allocator that made the trace, if it fits into "
     "the limit, else packed",
+    "release": "where the trace gives segments or pages back, for empty_cache or because the driver had no more, the "
+    "model gives back all that it can; not where the recorded allocator may have given back less (garbage "
+    "collection, max_split_size)",
     "oom": "an allocation that finds no memory is left out, and so is its free; blocks from before the trace count as "
     "event 0",
     "driver_s": "the sum of the modelled costs of the calls: what is fixed and what is per handle, by `costs`",
@@ -39,7 +42,7 @@ METHOD = {
 class Played:
     """What a replay gives. Bytes are those before the first event, and after each event of `at`."""
 
-    at: list[int]  # events that are an alloc or free_completed
+    at: list[int]  # events that are an alloc or free_completed, or at which everything was released
     reserved: list[int]
     active: list[int]
     requested: list[int]
@@ -162,7 +165,10 @@ def pack(model: Allocator, before: Start) -> Held:
 
 def play(trace: Trace, model: Allocator, held: Held) -> Played:
     """Run the events through the model, which holds `held` already. More than half a million events a second."""
+    releases = _releases(trace)
     at = [i for i, action in enumerate(trace.actions) if action == "alloc" or action == "free_completed"]
+    if releases:
+        at = sorted([*at, *releases])
     requested = sum(size for _, size in held.values())
     driver, malloc, free = model.driver, model.malloc, model.free
     played = Played(at, [driver.used], [model.active], [requested], [], [])
@@ -172,6 +178,9 @@ def play(trace: Trace, model: Allocator, held: Held) -> Played:
     for event in at:
         address = addresses[event]
         driver.event = event
+        if releases and event in releases:
+            model.release()
+            address = -1
         old = held.pop(address, None)
         if old is not None:  # before an alloc: its free is not in the trace
             free(old[0])
@@ -190,6 +199,21 @@ def play(trace: Trace, model: Allocator, held: Held) -> Played:
         active(model.active)
         asked(requested)
     return played
+
+
+def _releases(trace: Trace) -> set[int]:
+    """Events at which all that was wholly free went back: the first of those that give back between two blocks'."""
+    if trace.settings.garbage_collection_threshold or trace.settings.max_split_size != NO_LIMIT:
+        return set()
+    found, is_first = set(), True
+    for event, action in enumerate(trace.actions):
+        if action == "segment_free" or action == "segment_unmap":
+            if is_first:
+                found.add(event)
+            is_first = False
+        elif action == "alloc" or action == "free_completed":
+            is_first = True
+    return found
 
 
 def _tables(trace: Trace, model: Allocator, played: Played, costs: Costs) -> dict[str, pd.DataFrame]:

@@ -21,6 +21,9 @@ Tables = dict[str, pd.DataFrame]
 CHUNK = 50_000  # events that are columns and objects at the same time
 _ROW_BYTES = 8  # no event, segment or block takes fewer bytes of a pickle, unless it is one object many times
 _MAX_DEVICES = 4096
+_MOST_BYTES = 1 << 48  # of one block or segment: more than any device has
+_MOST_IN_ALL = 1 << 62  # of all blocks that a trace asks for, so that no sum wraps
+_MOST_MAPPED = 1 << 42  # of expandable segments, which are looked at page by page
 
 
 class Snapshot:
@@ -127,6 +130,8 @@ class Snapshot:
         active = [a + b for a, b in zip(held, _sum(block, len(segments), ("active_pending_free",)))]
         free = _sum(block, len(segments), ("inactive",))
         left = [int(t) - a - f for t, a, f in zip(total, active, free)]
+        if sum(size for s, size in zip(segments, total.tolist()) if s.get("is_expandable") is True) > _MOST_MAPPED:
+            raise self.error("the expandable segments have more bytes than any device")
         if any(abs(x) >= 1 << 63 for x in left):
             raise self.error("blocks of a segment add up to more than there are addresses")
         segment = pd.DataFrame(
@@ -172,6 +177,8 @@ class Snapshot:
             if not place.startswith(("addr", "stream")):
                 raise self.error(f"{place}: {min(values)} is negative")
             values = [v % (1 << 64) for v in values]
+        elif "size" in place and values and (max(values) > _MOST_BYTES or sum(values) > _MOST_IN_ALL):
+            raise self.error(f"{place}: {max(values)} bytes are more than any device has")
         return np.array(values, np.uint64)
 
     def times(self, values: list[Any], place: str) -> Any:

@@ -17,7 +17,7 @@ from gpubloat.memory.allocators.base import END, MIB, Segment
 from gpubloat.memory.allocators.settings import NO_LIMIT, Settings
 from gpubloat.memory.trace import Trace
 
-_MAX_PAGES = 1 << 22  # of expandable segments: 8 TiB in pages of 2 MiB
+_MAX_PAGES = 1 << 20  # of expandable segments: 2 TiB in pages of 2 MiB
 PAGE = 2 * MIB
 
 

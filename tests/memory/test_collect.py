@@ -38,9 +38,23 @@ def test_compressed_is_the_same(tmp_path: Path) -> None:
         (zstandard.compress(b"x" * 1000), "holds no pickle"),
         (b"\x28\xb5\x2f\xfd" + b"\xff" * 40, "damaged"),
         (zstandard.compress(b"\x80\x04" + b"\0" * (100 << 20)), "more than"),
+        (zstandard.compress(b"\x80\x04" + b"}" * (9 << 20) + b"."), "more than"),
         (zstandard.compress(pickle.dumps(print)), "opcode|refused|class|function"),
     ],
 )
 def test_bad_compressed_files(tmp_path: Path, data: bytes, said: str) -> None:
     with pytest.raises(FormatError, match=said):
         memory.load(write(tmp_path / "a.zst", data))
+
+
+@pytest.mark.parametrize(
+    ("place", "size"), [("event", 1 << 63), ("event", (1 << 64) - 1), ("segment", 1 << 63), ("expandable", 7 << 40)]
+)
+def test_sizes_that_no_device_has(tmp_path: Path, place: str, size: int) -> None:
+    parts = [segment(2 * MIB, [block(MIB)])]
+    if place != "event":
+        parts.append(segment(64 * MIB, [block(size)], is_expandable=place == "expandable"))
+    trace = [event("alloc", 2 * MIB, size if place == "event" else MIB)]
+    path = write(tmp_path / "a.pickle", pickle.dumps({"segments": parts, "device_traces": [trace]}, protocol=4))
+    with pytest.raises(FormatError, match="than any device"):
+        memory.load(path)

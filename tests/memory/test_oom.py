@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict
 
 import pytest
@@ -282,6 +283,78 @@ def test_the_first_of_several_messages_counts() -> None:
     assert parse(REAL[1][1] + "\n\nDuring handling of the above, another:\n" + REAL[0][1]).request_bytes == round(
         22.78 * GIB
     )
+
+
+OLD = (
+    "CUDA out of memory. Tried to allocate {} (GPU 0; {} total capacity; {} already allocated; {} free; {} reserved in"
+    " total by PyTorch)"
+)
+
+
+def test_thousands_may_be_parted_by_commas() -> None:
+    sizes = (2048, 8192, 7000, 1024, 7100)
+    plain = parse(OLD.format(*[f"{n}.00 MiB" for n in sizes]))
+    assert parse(OLD.format(*[f"{n:,}.00 MiB" for n in sizes])) == plain
+    assert parse(OLD.format(*[f"{n << 20:,} bytes" for n in sizes])) == plain
+    assert plain.free_bytes == GIB
+
+
+@pytest.mark.parametrize(
+    "wrong", ["-1024.00", "\u22121024.00", "1.024,00", "1'024.00", "1 024.00", "1,5", "0,512", "9" * 30]
+)
+@pytest.mark.parametrize("place", range(5))
+def test_numbers_that_cannot_be_read_are_not_guessed(wrong: str, place: int) -> None:
+    sizes = ["2048.00 MiB", "8192.00 MiB", "7000.00 MiB", "100.00 MiB", "7100.00 MiB"]
+    sizes[place] = f"{wrong} MiB"
+    found = diagnose(OLD.format(*sizes))
+    names = ("request_bytes", "capacity_bytes", "allocated_bytes", "free_bytes", "reserved_bytes")
+    assert getattr(found.message, names[place]) is None
+    if names[place] != "capacity_bytes":  # no verdict rests on it
+        assert found.verdict == "insufficient_data"
+    newer = REAL[0][1].replace("104.75 MiB is free", f"{wrong} MiB is free")
+    assert diagnose(newer).verdict == "insufficient_data"
+
+
+@pytest.mark.parametrize(
+    "filler",
+    [
+        "7", "7,", "7.", "1,000", "a", " ", "\n", "\n>", "> ", ">", "e", "\x1b[", "\x1b]", "\x1b[0;", "(", " GPU 7",
+        "Process 7", "Process 7 has 7 GiB ", "7 GiB ", "out of memory", "out of memory. Tried to allocate ",
+        "CUDA out of memory (", "CUDA ", "CUDA out of memory. Tried to allocate 7 GiB ",
+    ],
+)  # fmt: skip
+def test_a_megabyte_of_anything_is_read_at_once(filler: str) -> None:
+    many = filler * (1_000_000 // len(filler))
+    for text in (f"CUDA out of memory. Tried to allocate {many}", f"{many} CUDA out of memory. {many} free", f"{many}"):
+        before = time.process_time()
+        if "out of memory" in text:
+            parse(text)
+        else:
+            with pytest.raises(GpubloatError):
+                parse(text)
+        assert time.process_time() - before < 1
+
+
+def test_no_gpu_has_a_number_of_thousands_of_digits() -> None:
+    assert parse("out of memory GPU " + 4301 * "1").gpu is None
+    assert parse("out of memory GPU 12").gpu == 12
+
+
+def test_other_words_about_memory_do_not_hide_the_message() -> None:
+    for where, text, verdict, _ in REAL:
+        before = "WARNING: 5.00 GiB free, on MPS the machine may run out of memory\nGPU 7: 1.00 GiB free\n"
+        found = diagnose(before + text)
+        assert found.verdict == verdict or "shortened" in where
+        if found.message.request_bytes is not None:
+            assert found.message == parse(text)
+
+
+def test_colours_of_terminals_are_no_part_of_it() -> None:
+    for _, text, _, _ in REAL:
+        coloured = text.replace(" GiB", "\x1b[0m GiB").replace("of memory", "\x1b[1;31mof\x1b[0m memory")
+        assert parse(
+            f"\x1b]0;title\x07\x1b[31m{coloured}\x1b[K".replace("allocate ", "allocate \x1b[38;5;9m")
+        ) == parse(text)
 
 
 @pytest.mark.parametrize("text", ["", "all is well", "Killed", "KeyError: 'memory'", "\0\x1b[31m"])

@@ -233,6 +233,42 @@ def test_force_replaces_all_of_an_older_recording(torch: Torch, tmp_path: Path) 
     assert left == ["a.pickle", "a.pickle.json", "a.x.pickle", "ab.pickle"]
 
 
+def test_an_older_recording_stays_until_there_is_a_new_one(
+    torch: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    t = torch()
+    old = {"a.pickle": b"old", "a.pickle.json": b"{}", "a.1.pickle": b"older"}
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+
+    def there() -> dict[str, bytes]:
+        return {p.name: p.read_bytes() for p in tmp_path.iterdir() if p.is_file()}
+
+    with (
+        pytest.raises(GpubloatError, match="did not use CUDA"),
+        recorder.record(tmp_path / "a.pickle", force=True),
+    ):
+        assert there() == old
+    assert there() == old
+
+    def dump(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    for module, name in ((agent.pickle, "dump"), (agent.json, "dumps")):
+        with monkeypatch.context() as patch:
+            patch.setattr(module, name, dump)
+            with (
+                pytest.raises(GpubloatError, match="No space left"),
+                recorder.record(tmp_path / "a.pickle", force=True),
+            ):
+                t.cuda.use()
+        assert there() == old
+    with recorder.record(tmp_path / "a.pickle", force=True):
+        t.cuda.use()
+    assert set(there()) == {"a.pickle", "a.pickle.json"}
+    assert len(memory.load(tmp_path / "a.pickle")["events"]) == 3  # the fake keeps its history
+
+
 def test_a_full_disk_leaves_no_half_file(torch: Torch, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     t = torch()
 
@@ -252,13 +288,13 @@ def test_a_full_disk_leaves_no_half_file(torch: Torch, tmp_path: Path, monkeypat
 # Commands
 
 
-def command(tmp_path: Path, program: str, *words: str, **kind: object) -> recorder.Recorded:
+def command(tmp_path: Path, program: str, *words: str, force: bool = False, **kind: object) -> recorder.Recorded:
     """Run a program with the fake torch on its path, recorded into out.pickle."""
     site = fake_torch.write(tmp_path / "site", **kind)  # type: ignore[arg-type]
     script = tmp_path / "train.py"
     script.write_text(program, "utf-8")
     env = {**os.environ, "PYTHONPATH": str(site)}
-    return recorder.run([sys.executable, str(script), *words], tmp_path / "out.pickle", env=env)
+    return recorder.run([sys.executable, str(script), *words], tmp_path / "out.pickle", env=env, force=force)
 
 
 def names(done: recorder.Recorded) -> list[str]:
@@ -347,6 +383,76 @@ def test_a_killed_process_is_counted(tmp_path: Path) -> None:
     done = command(tmp_path, "import os, torch\ntorch.cuda.use()\nos.kill(os.getpid(), 9)\n")
     assert (done.status, done.snapshots, done.n_lost) == (-9, (), 1)
     assert not list(tmp_path.glob("out*"))
+
+
+def test_a_command_that_records_nothing_leaves_the_older_recording(tmp_path: Path) -> None:
+    old = {"out.pickle": b"old", "out.pickle.json": b"{}", "out.1.pickle": b"older"}
+    for name, content in old.items():
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(GpubloatError, match="no-such-program cannot be run"):
+        recorder.run(["no-such-program"], tmp_path / "out.pickle", force=True)
+    done = command(tmp_path, "import torch\n", force=True)
+    assert (done.status, done.snapshots, done.n_lost) == (0, (), 0)
+    done = command(tmp_path, "import os, torch\ntorch.cuda.use()\nos.kill(os.getpid(), 9)\n", force=True)
+    assert (done.status, done.snapshots, done.n_lost) == (-9, (), 1)
+    assert {p.name: p.read_bytes() for p in tmp_path.glob("out*")} == old
+    program = "import os, torch\nassert os.path.exists(os.environ['GPUBLOAT_MEMORY_OUT'])\ntorch.cuda.use(3)\n"
+    done = command(tmp_path, program, force=True)
+    assert (done.status, names(done), done.n_lost) == (0, ["out.pickle"], 0)
+    assert len(memory.load(done.snapshots[0])["events"]) == 3
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.pickle", "out.pickle.json"]
+
+
+def test_processes_of_a_forced_recording_do_not_replace_each_other(tmp_path: Path) -> None:
+    """The second begins when the first has written its file, in the place of an older one."""
+    program = """
+import subprocess, sys, torch
+if len(sys.argv) < 2:
+    for n in ("2", "3"):
+        subprocess.run([sys.executable, __file__, n], check=True)
+else:
+    torch.cuda.use(int(sys.argv[1]))
+"""
+    (tmp_path / "out.pickle").write_bytes(b"old")
+    done = command(tmp_path, program, force=True)
+    assert names(done) == ["out.pickle", "out.1.pickle"]
+    assert [len(memory.load(p)["events"]) for p in done.snapshots] == [2, 3]
+
+
+def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+    others = {
+        "out_of_mine.tar.part", "out2.pickle.part", "out.pickle.part", "out.1.pickle.part", "out.pickle.json.part",
+        "out.2.pickle.0123abcd.part", "out.2.pickle.0123abcd.claim", "out.tar.claim",
+    }  # fmt: skip
+    for name in others:
+        (tmp_path / name).write_bytes(b"theirs")
+    done = command(tmp_path, "import os, torch\ntorch.cuda.use()\nos.kill(os.getpid(), 9)\n")
+    assert (done.snapshots, done.n_lost) == ((), 1)
+    assert {p.name for p in tmp_path.glob("out*")} == others
+    done = command(tmp_path, "import torch\ntorch.cuda.use()\n")
+    assert (names(done), done.n_lost) == (["out.pickle"], 0)
+    assert {p.name for p in tmp_path.glob("out*")} == others | {"out.pickle", "out.pickle.json"}
+    assert all((tmp_path / name).read_bytes() == b"theirs" for name in others)
+
+
+def test_a_file_that_another_command_is_recording_is_not_taken(tmp_path: Path) -> None:
+    (tmp_path / "out.pickle.0123abcd.claim").touch()
+    done = command(tmp_path, "import torch\ntorch.cuda.use()\n")
+    assert names(done) == ["out.1.pickle"]
+
+
+def test_a_process_killed_after_it_ran_out_of_memory_leaves_that_state(tmp_path: Path) -> None:
+    program = """
+import os, torch
+torch.cuda.use()
+try:
+    torch.cuda.fail()
+except RuntimeError:
+    os.kill(os.getpid(), 9)
+"""
+    done = command(tmp_path, program)
+    assert (done.status, names(done), done.n_lost) == (-9, ["out.oom.pickle"], 1)
+    assert sorted(p.name for p in tmp_path.glob("out*")) == ["out.oom.pickle", "out.oom.pickle.json"]
 
 
 def test_the_sitecustomize_of_the_user_still_runs(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

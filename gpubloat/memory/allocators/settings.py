@@ -12,7 +12,7 @@ from gpubloat.memory.allocators.base import DEFAULT_POOL, MIB
 
 NO_LIMIT = 1 << 64  # larger than any size
 N_DIVISIONS = 16  # intervals from 1 MiB to 64 GiB; below 1 MiB the first counts
-_MIN_SPLIT_MB = 20
+_MIN_SEGMENT_MB, _MIN_ROUNDING_MB = 10, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +47,23 @@ def settings(
     """
     split = NO_LIMIT
     if max_split_size_mb is not None and number("max_split_size_mb", max_split_size_mb) >= 0:
-        if max_split_size_mb <= _MIN_SPLIT_MB:
-            raise GpubloatError(f"max_split_size_mb={max_split_size_mb}: PyTorch wants more than {_MIN_SPLIT_MB}")
         split = int(max_split_size_mb * MIB)
     threshold = number("garbage_collection_threshold", garbage_collection_threshold)
     if not 0 <= threshold < 1:
         raise GpubloatError(f"garbage_collection_threshold={threshold}: a fraction below 1 is wanted")
     large = number("large_segment_size_mb", large_segment_size_mb)
     rounding = number("max_non_split_rounding_mb", max_non_split_rounding_mb)
-    if not 2 <= large <= 1 << 20 or large % 2 or rounding < 0:
-        raise GpubloatError(f"large_segment_size_mb={large:g}: an even number of MiB is wanted")
+    if not _MIN_SEGMENT_MB < large <= 1 << 20 or large != int(large):
+        raise GpubloatError(f"large_segment_size_mb={large:g}: PyTorch wants a whole number above {_MIN_SEGMENT_MB}")
+    if rounding < _MIN_ROUNDING_MB:
+        raise GpubloatError(f"max_non_split_rounding_mb={rounding:g}: PyTorch wants no less than {_MIN_ROUNDING_MB}")
+    if split < large * MIB:
+        raise GpubloatError(f"max_split_size_mb={max_split_size_mb}: PyTorch wants no less than {large:g}, a segment")
     divided = _divisions(roundup_power2_divisions)
     for d in divided:
         if d < 0 or d & (d - 1):
             raise GpubloatError(f"roundup_power2_divisions={d}: a power of two, or 0, is wanted")
-    expandable = expandable_segments is True or str(expandable_segments).lower() == "true"
+    expandable = truth("expandable_segments", expandable_segments)
     return Settings(split, divided, threshold, int(large * MIB), int(rounding * MIB), expandable)
 
 
