@@ -10,16 +10,14 @@ import signal
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import pytest
 
-from gpubloat.cli import main
 from gpubloat.run import Run
 from tests.build import fatbin
+from tests.commands import Command, Done, command
 from tests.libraries.common import library as cuda_library
 from tests.libraries.test_execute import traced
 from tests.libraries.test_prune import made_wheel, valid
@@ -30,35 +28,10 @@ NAME = "pkg/libsample.so"
 CALL = "import ctypes, os, signal, sys\nlib = ctypes.CDLL(sys.argv[1])\n"
 
 
-class Done(NamedTuple):
-    status: int
-    out: str
-    error: str
-
-    def refused(self) -> tuple[str, str]:
-        """Sentence and hint of an error; nothing else may have been said."""
-        assert (self.status, self.out) == (1, "")
-        sentence, hint = self.error.splitlines()
-        assert sentence.startswith("gpubloat: ")
-        assert hint.startswith("  hint: ")
-        return sentence, hint
-
-
-Command = Callable[..., Done]
-
-
 @pytest.fixture
 def gpubloat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """`gpubloat libraries` with these words, in this process."""
-
-    def run(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gpubloat", "libraries", *map(str, words)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capfd.readouterr())
-
-    return run
+    return command("libraries", capfd, monkeypatch)
 
 
 def python(code: str, path: Path) -> list[str]:

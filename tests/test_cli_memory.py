@@ -5,55 +5,28 @@ from __future__ import annotations
 import io
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
 
 import pandas as pd
 import pytest
 
 from gpubloat import report
-from gpubloat.cli import main
 from gpubloat.cli.memory import _allocator, _size
 from gpubloat.errors import GpubloatError
 from gpubloat.memory.allocators import NAMES, Caching, Driver
 from gpubloat.run import Run
 from tests.build import snapshot
 from tests.build.snapshot import MIB
+from tests.commands import Command, command
 from tests.memory import fake_torch
 from tests.memory.test_oom import REAL, trace
 from tests.memory.test_real_traces import TRACES, needs_traces
 
 
-class Done(NamedTuple):
-    status: int
-    out: str
-    error: str
-
-    def refused(self) -> tuple[str, str]:
-        """Sentence and hint of an error; nothing else may have been said."""
-        assert (self.status, self.out) == (1, "")
-        sentence, hint = self.error.splitlines()
-        assert sentence.startswith("gpubloat: ")
-        assert hint.startswith("  hint: ")
-        return sentence, hint
-
-
-Command = Callable[..., Done]
-
-
 @pytest.fixture
 def gpubloat(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
     """`gpubloat memory` with these words, in this process."""
-
-    def run(*words: object) -> Done:
-        monkeypatch.setattr(sys, "argv", ["gpubloat", "memory", *map(str, words)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return Done(int(ended.value.code or 0), *capfd.readouterr())
-
-    return run
+    return command("memory", capfd, monkeypatch)
 
 
 @pytest.fixture

@@ -63,7 +63,7 @@ def _at_peaks(
 
 def summary(tables: dict[str, pd.DataFrame]) -> list[str]:
     """One sentence for each GPU with a history: how much of what was reserved at its peak was ever in use."""
-    said = []
+    said: list[str] = []
     if not len(tables["peaks"]):
         return said
     names = ("device", "peak_reserved_bytes", "peak_active_bytes")

@@ -21,8 +21,8 @@ VMM_CALLS = (
 )
 
 
-class Training(Table):
-    """One row = one configuration of a training run under one allocator, after its last step."""
+class Configuration(Table):
+    """What makes a run: a model and how it is trained, on how many GPUs, and the allocator."""
 
     model: Series[str] = column("name of the model, such as OPT-1.3B")
     n_layers: Series[int] = column("layers of the model that were there; the rest of its shape is the model's", ge=1)
@@ -34,6 +34,11 @@ class Training(Table):
     limit_bytes: Series[pd.UInt64Dtype] = column("most the allocator may take; empty: the device's", nullable=True)
     allocator: Series[str] = column("caching, expandable, stitching...")
     repeat: Series[int] = column("number of the process with this configuration", ge=0)
+
+
+class Training(Configuration):
+    """One row = one configuration of a training run under one allocator, after its last step."""
+
     reserved_peak_bytes: Series[pd.UInt64Dtype] = column(
         "most bytes held from the driver; empty if unknown", nullable=True
     )
@@ -51,19 +56,9 @@ class Training(Table):
     loss: Series[float] = column("of the last finished step", nullable=True)
 
 
-class DriverSteps(Table):
+class DriverSteps(Configuration):
     """One row = one step of a training run."""
 
-    model: Series[str] = column("see training")
-    n_layers: Series[int] = column("see training", ge=1)
-    strategy: Series[str] = column("see training")
-    n_gpus: Series[int] = column("see training", ge=1)
-    batch: Series[int] = column("see training", ge=1)
-    seq: Series[int] = column("see training", ge=1)
-    lengths: Series[str] = column("see training", isin=["fixed", "varied"])
-    limit_bytes: Series[pd.UInt64Dtype] = column("see training", nullable=True)
-    allocator: Series[str] = column("see training")
-    repeat: Series[int] = column("see training", ge=0)
     step: Series[int] = column("number of the step, from 0", ge=0)
     n_driver_calls: Series[int] = column("calls of the allocator to the driver in this step", ge=0)
     step_s: Series[float] = column("time of the step", ge=0)
