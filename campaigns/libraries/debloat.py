@@ -1,10 +1,28 @@
-"""Trace, debloat and verify workloads on a GPU; prune whole environments by target; cost of the collectors.
+"""Trace, debloat and verify workloads on a GPU, and what follows from it: data/measured/libraries-h200-*.
 
-python campaigns/libraries/debloat.py --out OUT [--steps mobilenet-infer,guard,prune,...] [--deadline SECONDS]
+python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,largest,...] [--workloads NAME,...]
+                                      [--loading lazy,eager] [--repeat N] [--pairs B-on-A,...] [--deadline SECONDS]
 
-Needs a GPU, PyTorch with torchvision, a C compiler and the CUPTI headers. About 4 minutes for each of the MobileNetV2
-workloads, 2 for pruning, 5 for the overhead, on one H200 with 16 cores. Every step leaves runs in OUT, without paths
-of the machine; a step that fails says so and the next one goes on.
+Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with estimates for one H200 and
+16 cores. They start from an earlier campaign (MobileNetV2 with 3 rounds 4 minutes, prune 2, overhead 5); the other
+workloads and steps were not timed on one:
+
+trace      traced between two runs as they are, debloated: 1.5 minutes a workload, JAX and vLLM 2.5
+whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch, 8 of JAX, 6 of
+           Llama, 10 of vLLM, 8 on two GPUs
+largest    verified with the 8 largest libraries replaced and no others: as whole without its first 1.5 minutes
+transfer   workload B under the guard on the copies made for A: half a minute a pair
+union      copies from all traces in DIR, verified with the first of the workloads: 4 minutes
+image      bytes of the folder of packages with each set of copies in DIR: 40 seconds each, and once without
+guard      a mode that was not traced: 2 minutes
+prune      the CUDA stack for one target, and three workloads on it: 2 minutes
+overhead   400 steps under each collector: 5 minutes
+
+With 5 rounds all of it is about 2.5 hours, so ask for a few workloads at a time. DIR keeps traces and copies from
+call to call: nothing is traced twice, and transfer, union and image take what is there. Each workload leaves its runs
+in OUT as soon as it is done, without paths of the machine. One that fails says so and the next one goes on. After the
+deadline nothing is started, and a verification takes as few rounds as fit before it. What Table 8 needs is in the
+run.json of a trace (plain_s, wall_s, scan_s) and of copies (debloat_s).
 """
 
 from __future__ import annotations
@@ -17,117 +35,113 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import pandas as pd
+import site_packages
+from campaign import COMMANDS, EAGER, HERE, PREFIX, Campaign, about_transfer, command, printing_into, restricted, steady
 
-from gpubloat.libraries import cost
+from gpubloat.errors import GpubloatError
+from gpubloat.libraries import cost, manifest
 from gpubloat.libraries.attach import audited, cupti_library
-from gpubloat.libraries.debloat import debloat
 from gpubloat.libraries.execute import execute
 from gpubloat.libraries.prune import prune
-from gpubloat.libraries.trace import trace
 from gpubloat.libraries.verify import verify
 from gpubloat.run import Run, RunWriter, provenance
 
-HERE = Path(__file__).parent / "workloads"
-COMMANDS = {
-    "mobilenet-infer": ["mobilenet.py", "infer", "--steps", "30"],
-    "mobilenet-train": ["mobilenet.py", "train", "--steps", "30"],
-    "transformer-infer": ["transformer.py", "infer"],
-    "transformer-train": ["transformer.py", "train"],
-    "calls": ["calls.py"],
-}
-# Tables of a traced run that are kept: the others can be had from the same libraries by a scan.
-KEPT = (
-    "loaded", "used_functions", "evidence", "used_kernels", "modules", "processes", "libraries", "elements", "problems",
+N_LARGEST = 8
+PAIRS = (
+    "mobilenet-infer-on-mobilenet-train", "mobilenet-train-on-mobilenet-infer", "transformer-infer-on-mobilenet-infer",
+    "mobilenet-infer-on-transformer-infer", "llama-infer-on-transformer-infer",
+    "jax-mobilenet-infer-on-mobilenet-infer", "jax-transformer-infer-on-jax-mobilenet-infer",
+    "vllm-llama-infer-on-llama-infer",
 )  # fmt: skip
-PREFIX = "libraries-h200-"
 
 
-def command(workload: str) -> list[str]:
-    script, *arguments = COMMANDS[workload]
-    return [sys.executable, str(HERE / script), *arguments]
-
-
-class Campaign:
-    """Folders of one campaign: runs to keep, and everything else."""
-
-    def __init__(self, out: Path, repeat: int) -> None:
-        self.out, self.repeat = out, repeat
-        self.work = Path(tempfile.mkdtemp(prefix="campaign-"))
-        self.pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 12))
-
-    def keep(self, run: Run, name: str, tables: tuple[str, ...] | None = None) -> None:
-        """Save a run without paths of this machine, and of what was removed only the elements: functions are many."""
-        about = dict(run.provenance)
-        names = [n for n in about.pop("tables") if tables is None or n in tables]
-        with RunWriter("libraries", names, self.out / f"{PREFIX}{name}", True) as writer:
-            for table in names:
-                frame = run[table]
-                if table == "removed":
-                    frame = frame[frame["what"] == "element"]
-                writer.append(table, frame.assign(path="") if "path" in frame else frame)
-            writer.finish({k: v for k, v in about.items() if k != "instrument"})
-
-    def traced(self, workload: str, name: str, loading: str = "") -> Run:
-        env = dict(os.environ) | ({"CUDA_MODULE_LOADING": loading} if loading else {})
-        run = trace(
-            command(workload), out=self.work / f"{name}-trace", force=True, workload=workload, env=env,
-            executor=self.pool, command_line=f"gpubloat libraries trace --workload {workload}",
-        )  # fmt: skip
-        self.keep(run, f"{name}-trace", KEPT)
-        return run
-
-    def debloated(self, name: str, runs: list[Run], zstd: bool = False) -> Run:
-        started = time.monotonic()
-        words = "gpubloat libraries debloat"
-        run = debloat(runs, self.work / name, force=True, zstd=zstd, executor=self.pool, command=words)
-        run.provenance["debloat_s"] = round(time.monotonic() - started, 3)
-        self.keep(run, f"{name}-debloat", ("libraries", "removed", "reduction", "problems"))
-        return run
+def traced(campaign: Campaign, workload: str) -> None:
+    """Traced lazily and debloated, for what workloads share."""
+    campaign.debloated(workload, [campaign.traced(workload)])
 
 
 def whole(campaign: Campaign, workload: str) -> None:
-    """Lazily and eagerly traced, debloated, verified in both modes."""
-    lazy = campaign.traced(workload, workload)
-    eager = campaign.traced(workload, f"{workload}-eager", "EAGER")
-    campaign.debloated(workload, [lazy, eager])
-    run = verify(
-        campaign.work / workload, command(workload), repeat=campaign.repeat, loadings=("lazy", "eager"),
-        guard="restore-cpu",
-        command_line=f"gpubloat libraries verify --repeat {campaign.repeat} --loading lazy,eager --guard restore-cpu",
-    )  # fmt: skip
-    campaign.keep(run, f"{workload}-verify")
-    show(run["verdicts"])
-    print(run.provenance["numbers"], run.provenance.get("complaints"), run.provenance.get("problems"))
+    """Traced, debloated and verified in each loading mode."""
+    campaign.verified(workload, campaign.copies(workload), workload)
 
 
-def traced_only(campaign: Campaign, workload: str) -> None:
-    """Traced and debloated, for what workloads share."""
-    campaign.debloated(workload, [campaign.traced(workload, workload)])
+def largest(campaign: Campaign, workload: str) -> None:
+    """As the paper did: only the largest libraries are replaced."""
+    folder = campaign.work / f"{workload}-largest"
+    print("replaced:", *restricted(campaign.copies(workload), folder, N_LARGEST))
+    campaign.verified(workload, folder, f"{workload}-largest")
+
+
+def transfer(campaign: Campaign, pair: str) -> None:
+    """A workload on copies that were made without it: what has to be brought back, and the time."""
+    workload, _, made_for = pair.partition("-on-")
+    folder = campaign.copies(made_for)
+    campaign.traced(workload)
+    # The time limit is that of verify, from outside: a driver that meets a damaged element can loop for ever.
+    limit = 60 + 10 * campaign.usual_s(workload)
+    with tempfile.TemporaryFile() as printed:
+        with printing_into(printed):
+            status, run = execute(
+                folder, ["timeout", f"{limit:.0f}", *command(workload)], guard="restore",
+                command_line="gpubloat libraries exec --guard restore",
+            )  # fmt: skip
+        printed.seek(0)
+        run.provenance |= about_transfer(campaign, workload, printed.read()) | {"copies": made_for}
+    campaign.keep(run, pair)
+    about = run.provenance
+    print(f"{pair}: exit status {status}, {len(run['misses'])} misses, {about['wall_s']} s, plain {about['plain_s']} s")
+    print(run["misses"]["what"].value_counts().to_dict(), about["number"], about["number_plain"], about["problems"])
+
+
+def union(campaign: Campaign) -> None:
+    """Copies for all workloads that were traced, lazily or eagerly."""
+    runs = [Run.load(path.parent) for path in sorted(campaign.work.glob("*-trace/run.json"))]
+    runs = [run for run in runs if "plain_s" in run.provenance] or [campaign.traced(campaign.workloads[0])]
+    print("union of", *(f"{run.provenance['workload']} ({run.provenance['loading']})" for run in runs))
+    campaign.verified(campaign.workloads[0], campaign.debloated("union", runs), "union")
+
+
+def image(campaign: Campaign) -> None:
+    """The folder of packages as it is, and with each set of copies in its place. Saved after each."""
+    import torch
+
+    root = Path(torch.__file__).parents[1]
+    folders = [campaign.work / name for name in ("union", *campaign.workloads)]
+    rows = []
+    for folder in [None, *(f for f in folders if (f / manifest.NAME).exists())]:
+        if campaign.left() < 0:
+            break
+        found = site_packages.size(root, site_packages.copies(folder) if folder else {})
+        rows.append({"copies": folder.name if folder else "", **found._asdict()})
+        print(rows[-1], flush=True)
+        with RunWriter("libraries", [], campaign.out / f"{PREFIX}image", True) as writer:
+            about = provenance("campaigns/libraries/debloat.py --steps image", site_packages.METHOD, [])
+            writer.finish(about | {"workload": "image", "sizes": rows})
 
 
 def guard(campaign: Campaign) -> None:
     """Copies made from a lazy run alone, run eagerly: the mode that was not traced."""
     workload = "mobilenet-infer"
-    kept = campaign.work / f"{workload}-trace"
-    lazy = Run.load(kept) if kept.exists() else campaign.traced(workload, workload)
-    campaign.debloated(f"{workload}-lazy", [lazy])
-    os.environ["CUDA_MODULE_LOADING"] = "EAGER"
+    lazy = campaign.traced(workload)
+    folder = campaign.debloated(f"{workload}-lazy", [lazy])
+    os.environ.update(EAGER)
     try:
         for mode in ("off", "report", "restore"):
             started = time.monotonic()
-            status, run = execute(campaign.work / f"{workload}-lazy", command(workload), guard=mode)
+            status, run = execute(folder, command(workload), guard=mode)
             taken = time.monotonic() - started
             print(f"guard {mode}: exit status {status}, {len(run['misses'])} misses, {taken:.1f} s")
+            run.provenance["workload"] = workload
             campaign.keep(run, f"{workload}-eager-on-{workload}-guard-{mode}")
         again = campaign.debloated(f"{workload}-with-misses", [lazy, run])
-        status, run = execute(campaign.work / f"{workload}-with-misses", command(workload), guard="report")
-        print(f"debloated again with the misses: exit status {status}, {len(run['misses'])} misses", again)
+        status, run = execute(again, command(workload), guard="report")
+        print(f"debloated again with the misses: exit status {status}, {len(run['misses'])} misses")
     finally:
-        del os.environ["CUDA_MODULE_LOADING"]
+        for name in EAGER:
+            del os.environ[name]
 
 
 def pruned(campaign: Campaign) -> None:
@@ -146,6 +160,7 @@ def pruned(campaign: Campaign) -> None:
         rounds = campaign.repeat if workload == "calls" else 1  # some of its numbers may differ between originals
         words = f"gpubloat libraries verify --repeat {rounds}"
         found = verify(folder, command(workload), repeat=rounds, command_line=words)
+        found.provenance["workload"] = workload
         campaign.keep(found, f"pruned-sm90-{workload}-verify")
         print(workload, *(found.provenance.get(name) for name in ("verdict", "n_swapped", "complaints", "numbers")))
 
@@ -173,11 +188,10 @@ def overhead(campaign: Campaign) -> None:
             records.mkdir()
             words = [sys.executable, str(HERE / "mobilenet.py"), "train", "--steps", "400"]
             found = cost.run(words, env={**os.environ, **variants[name]})
-            lines = found.stderr_tail.decode().splitlines()
-            steady = [float(line.split()[1]) for line in lines if line.startswith("steady")]
-            rows.append((name, number, found.exit_status, found.wall_s, *(steady or [float("nan")])))
+            rows.append((name, number, found.exit_status, found.wall_s, steady(found)))
             print(*rows[-1], flush=True)
     table = pd.DataFrame(rows, columns=["variant", "repeat", "exit_status", "wall_s", "step_s"])
+    table["step_s"] = table["step_s"].astype(float)
     with RunWriter("libraries", ["overhead"], campaign.out / f"{PREFIX}overhead", True) as writer:
         writer.append("overhead", table)
         about = provenance("campaigns/libraries/debloat.py --steps overhead", {"step_s": "mean of steps 11 to 400"}, [])
@@ -186,44 +200,81 @@ def overhead(campaign: Campaign) -> None:
     print((middle / middle.loc["none"]).to_string())
 
 
-def show(table: pd.DataFrame) -> None:
-    print(table.T.to_string())
+EACH: dict[str, Callable[[Campaign, str], None]] = {"trace": traced, "whole": whole, "largest": largest}
+ONCE: dict[str, Callable[[Campaign], None]] = {
+    "union": union, "image": image, "guard": guard, "prune": pruned, "overhead": overhead,
+}  # fmt: skip
 
 
-STEPS: dict[str, Callable[[Campaign], None]] = {
-    "mobilenet-infer": lambda c: whole(c, "mobilenet-infer"),
-    "mobilenet-train": lambda c: whole(c, "mobilenet-train"),
-    "guard": guard,
-    "prune": pruned,
-    "overhead": overhead,
-    "transformer-infer": lambda c: traced_only(c, "transformer-infer"),
-    "transformer-train": lambda c: traced_only(c, "transformer-train"),
-}
+def jobs(steps: list[str], workloads: list[str], pairs: list[str]) -> list[tuple[str, Callable[[Campaign], None]]]:
+    """What to do, in order, with the name that is printed."""
+    found: list[tuple[str, Callable[[Campaign], None]]] = []
+    for step in steps:
+        if step in EACH:
+            found += [(f"{step} {name}", lambda c, step=step, name=name: EACH[step](c, name)) for name in workloads]
+        elif step == "transfer":
+            found += [(f"{step} {pair}", lambda c, pair=pair: transfer(c, pair)) for pair in pairs]
+        else:
+            found.append((step, ONCE[step]))
+    return found
+
+
+def listed(known: tuple[str, ...]) -> Callable[[str], list[str]]:
+    """For argparse: names with commas between, all of them known."""
+
+    def parse(text: str) -> list[str]:
+        for name in text.split(","):
+            if name not in known:
+                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def pair_list(text: str) -> list[str]:
+    """For argparse: B-on-A, of known workloads."""
+    for pair in text.split(","):
+        listed(tuple(COMMANDS))(pair.replace("-on-", ","))
+        if pair.count("-on-") != 1:
+            raise argparse.ArgumentTypeError(f"{pair!r} is no pair: name it B-on-A")
+    return text.split(",")
 
 
 def main() -> None:
     """Command line."""
+    steps = (*EACH, "transfer", *ONCE)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", default=",".join(STEPS))
-    parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--deadline", type=float, default=float("inf"), help="start no step after this many seconds")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the runs to keep")
+    parser.add_argument("--work", type=Path, help="folder for traces and copies; default: a temporary one")
+    parser.add_argument("--steps", type=listed(steps), default=[name for name in steps if name != "trace"])
+    parser.add_argument("--workloads", type=listed(tuple(COMMANDS)), default=[n for n in COMMANDS if n != "calls"])
+    parser.add_argument("--loading", type=listed(("lazy", "eager")), default=["lazy", "eager"])
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--pairs", type=pair_list, help="default: some, of the chosen workloads")
+    parser.add_argument("--deadline", type=float, default=float("inf"), help="start nothing after this many seconds")
     given = parser.parse_args()
+    ends = time.monotonic() + given.deadline
     given.out.mkdir(parents=True, exist_ok=True)
-    started = time.monotonic()
-    campaign = Campaign(given.out, given.repeat)
-    for name in given.steps.split(","):
-        if time.monotonic() - started > given.deadline:
+    work = given.work or Path(tempfile.mkdtemp(prefix="campaign-"))
+    work.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(given.out, work, given.workloads, given.repeat, given.loading, ends)
+    pairs = given.pairs or [pair for pair in PAIRS if {*pair.split("-on-")} <= {*given.workloads}]
+    for name, do in jobs(given.steps, given.workloads, pairs):
+        if campaign.left() < 0:
             print(f"no time left for {name}")
             continue
         begun = time.monotonic()
         print(f"== {name}", flush=True)
         try:
-            STEPS[name](campaign)
+            do(campaign)
+        except GpubloatError as error:
+            print(f"{name}: {error}")
         except Exception:
             traceback.print_exc(limit=4)
         print(f"== {name}: {time.monotonic() - begun:.1f} s", flush=True)
-    shutil.rmtree(campaign.work, ignore_errors=True)
+    campaign.pool.shutdown()
+    if given.work is None:
+        shutil.rmtree(work, ignore_errors=True)
 
 
 if __name__ == "__main__":

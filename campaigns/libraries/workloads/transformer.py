@@ -1,19 +1,17 @@
 """A 65 M-parameter encoder-decoder Transformer (the shapes of "Attention Is All You Need", base), random tokens.
 
+Prints one number: the last loss, or the sum of the last logits.
+
 python transformer.py train|infer [--steps N] [--batch N] [--device cuda]
 """
 
 from __future__ import annotations
 
-import argparse
-
 import torch
+from common import arguments, run
 from torch import nn
 
-parser = argparse.ArgumentParser()
-parser.add_argument("mode", choices=["train", "infer"])
-parser.add_argument("--steps", type=int, default=10)
-parser.add_argument("--batch", type=int, default=16)
+parser = arguments(steps=10, batch=16)
 parser.add_argument("--device", default="cuda")
 given = parser.parse_args()
 
@@ -36,17 +34,21 @@ class Translator(nn.Module):
 model = Translator().to(given.device)
 source = torch.randint(0, VOCABULARY, (given.batch, LENGTH), device=given.device)
 target = torch.randint(0, VOCABULARY, (given.batch, LENGTH), device=given.device)
-if given.mode == "train":
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
-    for _ in range(given.steps):
-        optimizer.zero_grad()
-        loss = nn.functional.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
-        loss.backward()
-        optimizer.step()
-    print(repr(loss.item()))
-else:
-    model.eval()
-    with torch.inference_mode():
-        for _ in range(given.steps):
-            value = model(source, target).double().sum()
-    print(repr(value.item()))
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-4, betas=(0.9, 0.98))
+
+
+def train(_: int) -> torch.Tensor:
+    optimizer.zero_grad()
+    value = nn.functional.cross_entropy(model(source, target[:, :-1]).flatten(0, 1), target[:, 1:].flatten())
+    value.backward()
+    optimizer.step()
+    return value
+
+
+@torch.inference_mode()
+def infer(_: int) -> torch.Tensor:
+    return model(source, target).double().sum()
+
+
+model.train(given.mode == "train")
+run(train if given.mode == "train" else infer, given.steps, torch.Tensor.item)
