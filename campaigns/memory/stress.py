@@ -48,7 +48,7 @@ def work(torch: Any, stitching: Any, n: int, most_bytes: int, seed: int, out: di
         with torch.cuda.stream(stream):
             wrong.append(torch.zeros((), dtype=torch.int64, device="cuda"))
 
-    def give_back(at: int) -> None:
+    def hand_back(at: int) -> None:
         nonlocal held, n_read
         live[at], live[-1] = live[-1], live[at]
         tensor, mark, stream = live.pop()
@@ -69,7 +69,7 @@ def work(torch: Any, stitching: Any, n: int, most_bytes: int, seed: int, out: di
     while i % 256 or n_operations(stitching.stats()) < n:
         i += 1
         if live and (held > most_bytes or chance.random() < 0.48):
-            give_back(chance.randrange(len(live)))
+            hand_back(chance.randrange(len(live)))
             continue
         stream, number = chance.choice(own), (number + 1009) % (1 << 31)
         try:
@@ -78,13 +78,13 @@ def work(torch: Any, stitching: Any, n: int, most_bytes: int, seed: int, out: di
         except torch.OutOfMemoryError:
             n_none += 1
             while len(live) > 4:
-                give_back(0)
+                hand_back(0)
             continue
         live.append((tensor, number, stream))
         held += 4 * tensor.numel()
         del tensor
     while live:
-        give_back(len(live) - 1)
+        hand_back(len(live) - 1)
     torch.cuda.synchronize()
     out[f"thread {seed}"] = {
         "n_steps": i, "n_none": n_none, "n_read_late": n_read, "n_wrong": int(sum(int(w) for w in wrong)),

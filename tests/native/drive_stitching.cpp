@@ -98,7 +98,7 @@ EXPORT void stress(int64_t n, int threads, int devices, uint64_t seed, uint64_t 
     std::mt19937_64 random(seed + thread);
     std::vector<Block> live, reading;
     uint64_t held = 0;
-    auto give_back = [&](size_t i) {
+    auto hand_back = [&](size_t i) {
       Block block = live[i];
       live[i] = live.back();
       live.pop_back();
@@ -143,11 +143,11 @@ EXPORT void stress(int64_t n, int threads, int devices, uint64_t seed, uint64_t 
         live.push_back(block);
         held += size;
       } else {
-        give_back(random() % live.size());
+        hand_back(random() % live.size());
       }
     }
     read();
-    while (!live.empty()) give_back(live.size() - 1);
+    while (!live.empty()) hand_back(live.size() - 1);
     read();
   };
   std::vector<std::thread> all;

@@ -110,7 +110,7 @@ class Stitching:
                 for mapping in sorted(
                     {self.pieces[LOW - (key & LOW)].mapping for key in home.free}, key=attrgetter("address")
                 ):
-                    self._give_back(mapping)
+                    self._hand_back(mapping)
             self.small.release_stream(stream)
 
     def segments(self) -> Iterator[Segment]:
@@ -255,7 +255,7 @@ class Stitching:
     def _touches_free(self, found: Range) -> bool:
         return any(mapping.state.find(0, start, stop) >= 0 for mapping, start, stop in found.parts)
 
-    def _give_back(self, mapping: Mapping) -> None:
+    def _hand_back(self, mapping: Mapping) -> None:
         """The free pieces of a mapping go, neighbours in one call; its addresses with the last of them."""
         run, end = 0, -1
         for piece in [p for p in self._in(mapping, 0, mapping.n) if not mapping.state[p.start]]:

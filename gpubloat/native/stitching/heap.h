@@ -326,7 +326,7 @@ inline void stitch_free(Heap &heap) {
 }
 
 // Take n chunks from a mapping, and its addresses with the last of them. False where the driver did not let go.
-inline bool give_back(Heap &heap, Pool &pool, Mapping *mapping, uint32_t first, uint32_t n) {
+inline bool hand_back(Heap &heap, Pool &pool, Mapping *mapping, uint32_t first, uint32_t n) {
   Address address = mapping->address + heap.bytes(first);
   if (unmap(heap, address, n) != OK) return false;
   heap.note(UNMAP, heap.bytes(n), n);
@@ -345,7 +345,7 @@ inline bool give_back(Heap &heap, Pool &pool, Mapping *mapping, uint32_t first, 
 
 // Undo the creation of a block that nothing has used.
 inline void drop(Heap &heap, Pool &pool, PBlock *p) {
-  if (!give_back(heap, pool, p->mapping, 0, p->n)) return;
+  if (!hand_back(heap, pool, p->mapping, 0, p->n)) return;
   pool.free.erase({p->n, p->address});
   pool.blocks.erase(p->address);
   delete p;
@@ -489,7 +489,7 @@ inline void release(Heap &heap, Pool &pool) {
     }
     if (run.empty()) {
       ++at;
-    } else if (give_back(heap, pool, run[0]->mapping, run[0]->first, n)) {
+    } else if (hand_back(heap, pool, run[0]->mapping, run[0]->first, n)) {
       for (PBlock *p : run) {
         pool.free.erase({p->n, p->address});
         pool.blocks.erase(p->address);
@@ -502,7 +502,7 @@ inline void release(Heap &heap, Pool &pool) {
     if (!each.second->held && !each.second->before && !each.second->behind) whole.push_back(each.second);
   for (Small *block : whole) {
     Address address = block->address;
-    if (!give_back(heap, pool, block->mapping, 0, block->mapping->n)) continue;
+    if (!hand_back(heap, pool, block->mapping, 0, block->mapping->n)) continue;
     pool.free_small.erase({block->size, address});
     pool.smalls.erase(address);
     delete block;
