@@ -2,9 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 from gpubloat.memory.allocators import Allocator
+
+
+def operated(model: Allocator, operations: Iterable[tuple[Any, ...]], held: dict[int, int]) -> Iterator[None]:
+    """Carry out ("alloc", size, stream, ...), ("free", number of a held block) and ("empty_cache",), one at a time.
+
+    `held` is kept to the requested bytes of the held blocks, by address. After each, what `conserved` says is checked.
+    """
+    for operation in operations:
+        if operation[0] == "alloc":
+            address = model.malloc(*operation[1:])
+            assert address not in held
+            if address is not None:
+                held[address] = operation[1]
+            else:
+                assert model.driver.limit is not None
+        elif operation[0] == "free" and held:
+            address = sorted(held)[operation[1] % len(held)]
+            del held[address]
+            model.free(address)
+        else:
+            model.release()
+        conserved(model, held)
+        yield
 
 
 def conserved(model: Allocator, held: Mapping[int, int]) -> None:

@@ -25,6 +25,10 @@ class SBlock:
     members: list[PBlock]
     stitched: bool
     used: int
+    made: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.made = self.used
 
     @property
     def n(self) -> int:
@@ -58,7 +62,8 @@ class Naive:
             return None
         self.hold(found, True)
         self.live[found.address] = found
-        self.stitch_free()
+        if isinstance(found, SBlock) and found.stitched and found.made == self.tick:
+            self.stitch_free()  # when a range is made: only then can there be too many
         return int(found.address)
 
     def hold(self, found: PBlock | SBlock, held: bool) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpubloat.errors import GpubloatError
 from gpubloat.memory.allocators import Bfc, Driver, choose
 from gpubloat.memory.allocators.bfc import settings as bfc_settings
-from tests.memory.conserved import conserved
+from tests.memory.conserved import operated
 
 MIB = 1 << 20
 
@@ -147,21 +147,8 @@ operations = st.lists(
 def test_nothing_is_lost(limit: int | None, given_settings: dict[str, Any], given: list[tuple[Any, ...]]) -> None:
     model = bfc(None if limit is None else limit * MIB, **given_settings)
     held: dict[int, int] = {}
-    for operation in given:
-        if operation[0] == "alloc":
-            address = model.malloc(*operation[1:])
-            assert address not in held
-            if address is not None:
-                held[address] = operation[1]
-            else:
-                assert limit is not None
-        elif operation[0] == "free" and held:
-            address = sorted(held)[operation[1] % len(held)]
-            del held[address]
-            model.free(address)
-        else:
-            model.release()
-        conserved(model, held)
+    for _ in operated(model, given, held):
+        pass
 
 
 @pytest.mark.parametrize(

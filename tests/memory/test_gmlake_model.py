@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gpubloat.errors import GpubloatError
 from gpubloat.memory.allocators import Driver, Gmlake, choose
 from gpubloat.memory.allocators.gmlake import settings as gmlake_settings
-from tests.memory.conserved import conserved
+from tests.memory.conserved import operated
 
 MIB = 1 << 20
 
@@ -198,19 +198,7 @@ def test_nothing_is_lost_and_nobody_shares_a_chunk(
 ) -> None:
     model = gmlake(None if limit is None else limit * MIB, **given_settings)
     held: dict[int, int] = {}
-    for operation in given:
-        if operation[0] == "alloc":
-            address = model.malloc(*operation[1:])
-            assert address not in held
-            if address is not None:
-                held[address] = operation[1]
-        elif operation[0] == "free" and held:
-            address = sorted(held)[operation[1] % len(held)]
-            del held[address]
-            model.free(address)
-        else:
-            model.release()
-        conserved(model, held)
+    for _ in operated(model, given, held):
         blocks = [b for owned, _, _ in model._held.values() for b in owned]
         assert len({b.address for b in blocks}) == len(blocks)
         for owned, rounded, _ in model._held.values():

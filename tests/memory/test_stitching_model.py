@@ -14,7 +14,7 @@ from gpubloat.errors import GpubloatError
 from gpubloat.memory.allocators import Driver, Stitching, choose
 from gpubloat.memory.allocators.pieces import Piece
 from gpubloat.memory.allocators.pieces import settings as stitching_settings
-from tests.memory.conserved import conserved
+from tests.memory.conserved import conserved, operated
 from tests.memory.naive_stitching import CHUNK, MIB, Naive
 
 
@@ -262,19 +262,7 @@ mixed = st.lists(
 def test_nothing_is_lost_and_nobody_shares_a_chunk(limit: int | None, chunk: int, given: list[tuple[Any, ...]]) -> None:
     model = stitching(None if limit is None else limit * MIB, chunk_bytes=chunk * MIB)
     held: dict[int, int] = {}
-    for operation in given:
-        if operation[0] == "alloc":
-            address = model.malloc(*operation[1:])
-            assert address not in held
-            if address is not None:
-                held[address] = operation[1]
-        elif operation[0] == "free" and held:
-            address = sorted(held)[operation[1] % len(held)]
-            del held[address]
-            model.free(address)
-        else:
-            model.release()
-        conserved(model, held)
+    for _ in operated(model, given, held):
         owners = Counter(
             (piece.mapping.address, chunk_number)
             for block, _ in model._held.values()
