@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,9 @@ from campaigns.libraries import fetch
 from tests.build import fatbin
 
 WHEELS = Path(__file__).resolve().parents[1] / ".cache" / "wheels"
+
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell: tests that interrupt would hang
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")
