@@ -1,0 +1,55 @@
+"""Unpacked tensors as a file of safetensors, one after the other: no more than one of them is in memory.
+
+Source of the format: as in `safetensors_file`, which reads it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from gpubloat.errors import GpubloatError
+from gpubloat.tensors.packing import Packed, unpack
+from gpubloat.tensors.safetensors_file import DTYPES, SUFFIX
+
+_NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
+_ALIGN = 8  # of the first tensor's bytes, as the library does it
+
+
+def write(path: Path, tensors: Mapping[str, Packed], force: bool = False) -> None:
+    """Unpack tensors to a new file, under a temporary name until all are written and checked.
+
+    Raises
+    ------
+    GpubloatError : the file exists and `force` is not set, it cannot be written, or a packed tensor is damaged.
+    """
+    if path.suffix != SUFFIX:
+        raise GpubloatError(f"{path} is no name for a file of safetensors", f"let it end in {SUFFIX}")
+    if path.exists() and not force:
+        raise GpubloatError(f"{path} exists", "name another file, or add --force (in Python, force=True)")
+    header: dict[str, object] = {}
+    at = 0
+    for name, packed in tensors.items():
+        end = at + packed.raw_bytes
+        header[name] = {"dtype": _NAMES[packed.dtype], "shape": packed.shape, "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(header).encode("ascii")
+    text += b" " * (-len(text) % _ALIGN)
+    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
+    try:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("xb") as file:
+                file.write(len(text).to_bytes(8, "little") + text)
+                for packed in tensors.values():
+                    file.write(np.ascontiguousarray(unpack(packed)).reshape(-1).view(np.uint8).data)
+            os.replace(new, path)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise GpubloatError(f"{path} cannot be written: {error.strerror}") from None
