@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from gpubloat import __version__
-from gpubloat.cli import libraries, memory
+from gpubloat.cli import libraries, memory, tensors
 from gpubloat.cli.common import Json
 from gpubloat.errors import GpubloatError
 
@@ -23,6 +23,7 @@ app = typer.Typer(
     help="Where a GPU's bytes and joules go, and how to take them back.",
 )
 app.add_typer(libraries.app, name="libraries")
+app.add_typer(tensors.app, name="tensors")
 app.add_typer(memory.app, name="memory")
 
 

@@ -1,0 +1,1 @@
+"""Campaigns on tensors: trained weights to measure, and how they are had."""

@@ -1,0 +1,433 @@
+"""What packed rows are worth on one GPU: link, codec, other codecs, workloads; one CSV file for each step.
+
+python campaigns/tensors/codec.py FOLDER --out OUT [--steps link,codec,peers,workloads] [--deadline SECONDS] [--dry]
+
+FOLDER holds matrices as .npy, floating point. Rows are written as they are measured; what fails is a row, too. With
+--dry everything is tiny and runs on the CPU, by the reference: the figures mean nothing, the script is gone through.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib
+import json
+import statistics
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from gpubloat.run import provenance
+from gpubloat.tensors import codebook, device, hostmemory, packing
+from gpubloat.tensors.offload import offload
+from gpubloat.tensors.rowcache import RowCache
+from gpubloat.tensors.torchuse import PackedTensor, as_bytes
+
+MIB = 1 << 20
+STEPS = ("link", "codec", "peers", "workloads")
+REPEAT = 7
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# Rows, columns, share of values that are not zero, of the public sets whose features these stand for.
+FEATURES = {"cora": (2708, 1433, 0.0127), "citeseer": (3327, 3703, 0.0086), "pubmed": (19717, 500, 0.1)}
+PEERS = ("LZ4", "Snappy", "GDeflate", "Deflate", "Zstd", "Cascaded", "Bitcomp", "ANS")
+METHOD = {
+    "time": "median of 7 after one that is not counted, variants in turn; CUDA events around what is called",
+    "moved_bytes": "packed or plain bytes that are read from the source; raw_bytes is what arrives",
+    "gather_raw": "the decoder on rows that are all stored raw: its own reads, nothing saved",
+    "gather_plain": "a kernel that copies plain rows",
+    "repeated": "rows are repeated until the matrix does not fit into the caches of the GPU",
+}
+
+
+class Campaign:
+    """Where results go, what time is left, and how long things take."""
+
+    def __init__(self, out: Path, deadline_s: float, dry: bool) -> None:
+        self.out, self.dry = out, dry
+        self.until = time.monotonic() + deadline_s
+        self.where = torch.device("cpu" if dry else "cuda:0")
+        self.files: dict[str, tuple[Any, csv.DictWriter[str]]] = {}
+
+    @property
+    def late(self) -> bool:
+        return time.monotonic() > self.until
+
+    def write(self, name: str, row: dict[str, Any]) -> None:
+        """Append to NAME.csv, whose columns are those of the first row and `failed`."""
+        if name not in self.files:
+            file = (self.out / f"{name}.csv").open("w", newline="", encoding="utf-8")
+            writer = csv.DictWriter(file, [*row, *(["failed"] if "failed" not in row else [])], restval="")
+            writer.writeheader()
+            self.files[name] = file, writer
+        file, writer = self.files[name]
+        writer.writerow(row)
+        file.flush()
+
+    def fail(self, step: str, what: str) -> None:
+        """Note the exception that is being handled, and go on."""
+        self.write("failures", {"step": step, "what": what, "trace": traceback.format_exc()})
+
+    def seconds(self, act: Callable[[], Any]) -> float:
+        if self.dry:
+            begun = time.perf_counter()
+            act()
+            return time.perf_counter() - begun
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        first.record()
+        act()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1000
+
+    def compare(self, name: str, about: dict[str, Any], variants: dict[str, tuple[int, Callable[[], Any]]]) -> None:
+        """Time variants in turn. Each is (bytes that move, what to call); one that fails is written as such."""
+        times: dict[str, list[float]] = {variant: [] for variant in variants}
+        failed: dict[str, str] = {}
+        for turn in range(1 + (2 if self.dry else REPEAT)):
+            for variant, (_, act) in variants.items():
+                if variant not in failed:
+                    try:
+                        took = self.seconds(act)
+                    except Exception as error:
+                        failed[variant] = f"{type(error).__name__}: {error}"[:300]
+                        continue
+                    if turn:
+                        times[variant].append(took)
+        for variant, (moved, _) in variants.items():
+            found = times[variant] or [float("nan")]
+            self.write(name, {
+                **about, "variant": variant, "moved_bytes": moved, "median_s": statistics.median(found),
+                "least_s": min(found), "most_s": max(found), "failed": failed.get(variant, ""),
+            })  # fmt: skip
+
+
+class HostRows:
+    """Plain rows (n, row_bytes) in host memory that the GPU reads; on the CPU, just rows."""
+
+    def __init__(self, campaign: Campaign, data: np.ndarray) -> None:
+        self.n, self.row_bytes = data.shape
+        self.pinned = None if campaign.dry else hostmemory.Pinned(data)
+        self.tensor = torch.from_numpy(data.copy() if self.pinned is None else self.pinned.array)
+        self.error = torch.zeros(1, dtype=torch.int32, device=campaign.where)
+
+    def read(self, indices: Any, out: Any, row_bytes: int = 0) -> None:
+        """Rows of `row_bytes`, counted from the begin of the memory."""
+        size = row_bytes or self.row_bytes
+        if self.pinned is None:
+            out.copy_(self.tensor.reshape(-1)[: self.tensor.numel() // size * size].view(-1, size)[indices])
+        else:
+            device.read_rows(self.pinned.address, self.n * self.row_bytes // size, size, indices, out, self.error)
+
+    def copy(self, out: Any) -> None:
+        """The copy engine's way, from the begin."""
+        if self.pinned is None:
+            as_bytes(out).copy_(self.tensor.reshape(-1)[: out.numel() * out.element_size()])
+        else:
+            self.pinned.copy_to(out, 0, out.numel() * out.element_size())
+
+    def close(self) -> None:
+        if self.pinned is not None:
+            self.pinned.close()
+
+
+def link(campaign: Campaign, _: Path) -> None:
+    """Copy engine and reads by the SMs, by size of the memory read from, order and length of rows."""
+    sizes = [64 << 10, 1 * MIB] if campaign.dry else [64 * MIB, 1024 * MIB, 8192 * MIB]
+    host = HostRows(campaign, np.broadcast_to(np.uint8(7), (sizes[-1] // 1024, 1024)))
+    try:
+        for size in sizes:
+            out_bytes = min(size, 1024 * MIB)
+            out = torch.empty(out_bytes, dtype=torch.uint8, device=campaign.where)
+            variants: dict[str, tuple[int, Callable[[], Any]]] = {"copy": (out_bytes, lambda out=out: host.copy(out))}
+            for row_bytes in (256, 512, 1024, 2048, 4096, 8192):
+                n = out_bytes // row_bytes
+                for order in ("sorted", "random"):
+                    seed = torch.Generator().manual_seed(row_bytes)
+                    chosen = torch.randint(0, size // row_bytes, (n,), generator=seed).to(campaign.where)
+                    chosen = chosen.sort().values if order == "sorted" else chosen
+                    target = out[: n * row_bytes].view(n, row_bytes)
+                    variants[f"read_{row_bytes}_{order}"] = (
+                        n * row_bytes,
+                        lambda chosen=chosen, target=target, row_bytes=row_bytes: host.read(chosen, target, row_bytes),
+                    )
+            campaign.compare("link", {"memory_bytes": size, "raw_bytes": out_bytes}, variants)
+            if campaign.late:
+                return
+    finally:
+        host.close()
+
+
+def features(name: str, seed: int = 0) -> np.ndarray:
+    """A bag of words at the density of a public set, as 0 and 1; of Pubmed, as there, TF-IDF in rows of norm 1."""
+    n, m, density = FEATURES[name]
+    rng = np.random.default_rng(seed)
+    share = 1 / (np.arange(m) + 20.0)
+    share = np.minimum(share * density * m / share.sum(), 0.9)
+    words = (rng.random((n, m)) < share).astype(np.float32)
+    if name == "pubmed":
+        words *= rng.integers(1, 9, (n, m)) * np.log(1 / share)
+        words /= np.maximum(np.linalg.norm(words, axis=1, keepdims=True), 1e-9)
+    return words.astype(np.float32)
+
+
+def matrices(campaign: Campaign, folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
+    """(name, dtype, matrix) of all files and features; files are cast, features only where that loses nothing."""
+    for path in sorted(folder.glob("*.npy")):
+        x = torch.from_numpy(np.load(path).astype(np.float32))
+        x = x.reshape(len(x), -1)[: 200 if campaign.dry else None]
+        yield from ((path.stem, name, x.to(dtype)) for name, dtype in DTYPES.items())
+    for name in FEATURES:
+        x = torch.from_numpy(features(name))[: 100 if campaign.dry else None]
+        yield from ((name, kind, x.to(dtype)) for kind, dtype in DTYPES.items())
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal bits."""
+    return torch.equal(as_bytes(a.contiguous()).cpu(), as_bytes(b.contiguous()).cpu())
+
+
+def codec(campaign: Campaign, folder: Path) -> None:
+    """Each matrix and dtype: savings, and the ways to decode beside the ways to move plain rows."""
+    for name, dtype, x in matrices(campaign, folder):
+        if campaign.late:
+            return
+        try:
+            one_codec(campaign, {"tensor": name, "dtype": dtype}, x)
+        except Exception:
+            campaign.fail("codec", f"{name} {dtype}")
+
+
+def one_codec(campaign: Campaign, about: dict[str, Any], x: torch.Tensor) -> None:
+    least = 0 if campaign.dry else 512 * MIB
+    repeated = max(1, -(-least // (x.numel() * x.element_size())))
+    begun = time.perf_counter()
+    book = codebook.fit(x)
+    fit_s = time.perf_counter() - begun
+    x = x.repeat(repeated, 1)
+    begun = time.perf_counter()
+    packed = packing.pack(x, book)
+    pack_s = time.perf_counter() - begun
+    plain_book = codebook.Codebook(
+        book.chunk_bits, book.dtype, book.row_shape, *(np.zeros_like(book.mask) for _ in range(3))
+    )  # fmt: skip
+    about |= {"n_rows": len(x), "row_bytes": packed.row_bytes, "raw_bytes": packed.raw_bytes, "repeated": repeated}
+    held, raw_rows = PackedTensor(packed), PackedTensor(packing.pack(x, plain_book, "slots"))
+    plain = HostRows(campaign, x.view(torch.uint8).numpy())
+    if not campaign.dry:
+        held.pin()
+        raw_rows.pin()
+    try:
+        chosen = torch.randint(0, len(x), (len(x),), generator=torch.Generator().manual_seed(1))
+        row_words = packed.row_words.astype(np.int64)
+        in_order = 4 * int(row_words[chosen.numpy()].sum())
+        chosen = chosen.to(campaign.where)
+        out = torch.empty(x.shape, dtype=x.dtype, device=campaign.where)
+        by_bytes = out.view(torch.uint8)
+        whole = held.to(campaign.where)
+        rows_equal = same(held.gather(chosen, out=out), x[chosen.cpu()])
+        estimate = book.estimate
+        assert estimate is not None
+        campaign.write("savings", {
+            **about, "chunk_bits": book.chunk_bits, "packed_bytes": packed.packed_bytes,
+            "saving_frac": packed.saving_frac, "effective_32_frac": estimate.effective_32_frac,
+            "effective_128_frac": estimate.effective_128_frac, "n_raw_rows": packed.n_raw_rows, "fit_s": fit_s,
+            "pack_s": pack_s, "whole_equal": same(whole, x), "rows_equal": rows_equal,
+        })  # fmt: skip
+        del whole
+        variants: dict[str, tuple[int, Callable[[], Any]]] = {
+            "gather_packed": (in_order, lambda: held.gather(chosen, out=out, presorted=True)),
+            "gather_packed_sorted": (in_order, lambda: held.gather(chosen, out=out)),
+            "gather_raw": (packed.raw_bytes, lambda: raw_rows.gather(chosen, out=out, presorted=True)),
+            "gather_plain": (packed.raw_bytes, lambda: plain.read(chosen, by_bytes)),
+            "bulk_packed": (4 * len(packed.words), lambda: held.to(campaign.where)),
+            "bulk_plain": (packed.raw_bytes, lambda: plain.copy(out)),
+        }
+        if not campaign.dry:
+            on_gpu = x.cuda()
+            rows = device.pack(on_gpu, book)
+            held_rows = held.rows(campaign.where)
+            variants |= {
+                "bulk_zero_copy": (4 * len(packed.words), lambda: held_rows.decode(out)),
+                "device_copy": (packed.raw_bytes, lambda: out.copy_(on_gpu)),
+                "device_pack": (packed.raw_bytes, lambda: device.pack(on_gpu, book)),
+                "device_count": (packed.raw_bytes, lambda: device.count(on_gpu)),
+                "device_decode_rows": (in_order, lambda: rows.decode(out, chosen)),
+            }
+            for lane in (1, 2, 4):
+                if book.chunk_bits < 64 or lane > 1:
+                    variants[f"device_decode_{lane}"] = (
+                        4 * rows.n_words, lambda lane=lane: rows.decode(out, words_per_lane=lane)
+                    )  # fmt: skip
+        campaign.compare("codec", about, variants)
+        held.check()
+    finally:
+        for part in (held, raw_rows):
+            part.unpin()
+        plain.close()
+
+
+def peers(campaign: Campaign, folder: Path) -> None:
+    """nvCOMP's codecs: one item per row, and the whole matrix in chunks of 64 KiB; from and to memory of the GPU."""
+    try:
+        nvcomp: Any = importlib.import_module("nvidia.nvcomp")
+    except ImportError as error:
+        campaign.write("peers", {"tensor": "", "failed": str(error)})
+        return
+    for name, dtype, x in matrices(campaign, folder):
+        raw = x.contiguous().view(torch.uint8).to(campaign.where)
+        for algorithm in PEERS:
+            for items in ("whole", "rows"):
+                if campaign.late:
+                    return
+                part = raw if items == "whole" else raw[:20_000]
+                about = {
+                    "tensor": name,
+                    "dtype": dtype,
+                    "algorithm": algorithm,
+                    "items": items,
+                    "raw_bytes": part.numel(),
+                }
+                given = [part.reshape(-1)] if items == "whole" else list(part)
+                try:
+                    found = one_peer(campaign, nvcomp, algorithm, given)
+                except Exception as error:
+                    found = {
+                        "packed_bytes": "",
+                        "encode_s": "",
+                        "decode_s": "",
+                        "equal": "",
+                        "failed": str(error)[:300],
+                    }
+                campaign.write("peers", about | found)
+
+
+def one_peer(campaign: Campaign, nvcomp: Any, algorithm: str, given: list[Any]) -> dict[str, Any]:
+    """Size and median times of one codec of nvCOMP, and whether its result is equal."""
+    used = nvcomp.Codec(algorithm=algorithm, uncomp_chunk_size=65536)
+    arrays = nvcomp.as_arrays(given)
+    encoded = used.encode(arrays)
+    encode_s = statistics.median(campaign.seconds(lambda: used.encode(arrays)) for _ in range(5))
+    decoded = used.decode(encoded, data_type="|u1")
+    decode_s = statistics.median(campaign.seconds(lambda: used.decode(encoded, data_type="|u1")) for _ in range(5))
+    equal = all(same(torch.from_dlpack(back).view(torch.uint8), item) for back, item in zip(decoded, given))
+    packed_bytes = sum(item.buffer_size for item in encoded)
+    return {"packed_bytes": packed_bytes, "encode_s": encode_s, "decode_s": decode_s, "equal": equal, "failed": ""}
+
+
+def workloads(campaign: Campaign, _: Path) -> None:
+    """An embedding table with popular rows, with and without a cache; a stack of linear layers out of host memory."""
+    n, d, batch, cache_bytes = (500, 64, 200, 20_000) if campaign.dry else (8_000_000, 128, 262_144, 128 * MIB)
+    table = (torch.randn(min(n, 1 << 20), d, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+    table = table.repeat(-(-n // len(table)), 1)[:n]
+    rng = np.random.default_rng(0)
+    popular = rng.permutation(n)
+    n_batches = 2 if campaign.dry else 24
+    batches = [torch.from_numpy(popular[np.minimum(rng.zipf(1.2, batch), n) - 1]) for _ in range(n_batches)]
+    book = codebook.fit(table[: 1 << 17])
+    none = codebook.Codebook(book.chunk_bits, book.dtype, book.row_shape, *(np.zeros_like(book.mask) for _ in range(3)))
+    for kind, chosen in (("packed", book), ("raw", none)):
+        held = PackedTensor(packing.pack(table, chosen))
+        if not campaign.dry:
+            held.pin()
+        cache = RowCache(held, cache_bytes, device=campaign.where)
+        on_device = [b.to(campaign.where) for b in batches]
+        about = {"workload": "embedding", "kind": kind, "raw_bytes": batch * held.packed.row_bytes}
+        for source, name in ((held, "no cache"), (cache, "cache")):
+            for number, indices in enumerate(on_device):
+                took = campaign.seconds(lambda source=source, indices=indices: source.gather(indices))
+                row = {**about, "source": name, "batch": number, "batch_s": took, **cache.stats()}
+                campaign.write("embedding", row)
+        equal = same(cache.gather(on_device[0]), table[batches[0]])
+        campaign.write("embedding_check", {"kind": kind, "equal": equal, **cache.stats()})
+        held.unpin()
+        if campaign.late:
+            return
+    width, depth = (32, 3) if campaign.dry else (8192, 16)
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(depth)])
+    model = model if campaign.dry else model.bfloat16()
+    plain = [HostRows(campaign, layer.weight.detach().view(torch.uint8).numpy()) for layer in model]
+    x = {rows: torch.randn(rows, width).to(campaign.where, model[0].weight.dtype) for rows in (1, 256, 4096)}
+    moved = sum(p.n * p.row_bytes for p in plain)
+    by_copies = copied_layers(campaign, plain, torch.empty(2, width, width, dtype=model[0].weight.dtype))
+    with torch.no_grad():
+        offload(model, campaign.where)
+        packed = sum(4 * len(layer.weight.packed.words) for layer in model)
+        for rows, y in x.items():
+            about = {"workload": "linear", "rows": rows, "raw_bytes": moved, "equal": same(by_copies(y), model(y))}
+            campaign.compare("linear", about, {
+                "packed": (packed, lambda y=y: model(y)), "copied": (moved, lambda y=y: by_copies(y)),
+            })  # fmt: skip
+
+
+def copied_layers(campaign: Campaign, plain: list[HostRows], buffers: Any) -> Callable[[Any], Any]:
+    """What offloaded layers do, with plain weights: the next one is copied while one computes."""
+    buffers = buffers.to(campaign.where)
+
+    def on_cpu(y: Any) -> Any:
+        for host in plain:
+            host.copy(buffers[0])
+            y = torch.nn.functional.linear(y, buffers[0])
+        return y
+
+    if campaign.dry:
+        return on_cpu
+    side = torch.cuda.Stream()
+    ready, free = ([torch.cuda.Event() for _ in range(2)] for _ in range(2))
+
+    def start(number: int) -> None:
+        with torch.cuda.stream(side):
+            side.wait_event(free[number % 2])
+            plain[number].copy(buffers[number % 2])
+            ready[number % 2].record(side)
+
+    def forward(y: Any) -> Any:
+        main = torch.cuda.current_stream()
+        side.wait_stream(main)
+        start(0)
+        for number in range(len(plain)):
+            if number + 1 < len(plain):
+                start(number + 1)
+            main.wait_event(ready[number % 2])
+            y = torch.nn.functional.linear(y, buffers[number % 2])
+            free[number % 2].record(main)
+        return y
+
+    return forward
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", default=",".join(STEPS))
+    parser.add_argument("--deadline", type=float, default=1e9)
+    parser.add_argument("--dry", action="store_true")
+    given = parser.parse_args()
+    steps = given.steps.split(",")
+    if not set(steps) <= set(STEPS):
+        parser.error(f"steps are {', '.join(STEPS)}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    campaign = Campaign(given.out, given.deadline, given.dry)
+    about = provenance("campaigns/tensors/codec.py", METHOD, [])
+    if not given.dry:
+        found = torch.cuda.get_device_properties(0)
+        about["gpus"] = [{"name": found.name, "memory_bytes": found.total_memory, "sms": found.multi_processor_count}]
+    (given.out / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    for step in steps:
+        begun = time.monotonic()
+        try:
+            globals()[step](campaign, given.folder)
+        except Exception:
+            campaign.fail(step, "")
+        print(f"{step}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
