@@ -15,15 +15,17 @@ from matplotlib.axes import Axes
 
 from gpubloat.analysis import debloat, diagnosis, memory, usage, whatif
 from gpubloat.analysis import libraries as analysis
+from gpubloat.analysis import tensors as bits
 from gpubloat.errors import GpubloatError
 from gpubloat.plots import libraries as plots
 from gpubloat.plots import memory as memory_plots
 from gpubloat.plots import style
+from gpubloat.plots import tensors as tensor_plots
 from gpubloat.run import Run
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 8px;border-bottom:1px solid #ddd;text-align:right}
-td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere}img{max-width:100%}pre{background:#f6f6f6;
+td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere;min-width:8rem}img{max-width:100%}pre{background:#f6f6f6;
 padding:.6rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px}"""
 
 
@@ -97,7 +99,31 @@ def _memory(run: Run) -> list[tuple[str, str]]:
     return parts
 
 
-_PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {"libraries": _libraries, "memory": _memory}
+_TENSORS = ["label", "dtype", "raw_bytes", "best_frac", "paper_frac", "chunk_bits", *bits.BOUNDS]
+
+
+def _tensors(run: Run) -> list[tuple[str, str]]:
+    """Savings and bounds of the largest tensors, where their bits agree, and what is held in too wide a type."""
+    found = bits.against_bounds(run["tensors"], run["savings"])
+    parts = [("What packing saves, and bounds", _table(found[_TENSORS]))]
+    largest = found.head(20)[bits.KEYS]
+    widths = run["tensors"][[*bits.KEYS, "element_bits"]].merge(largest, on=bits.KEYS)
+    for width, these in widths.groupby("element_bits"):
+        agreement = bits.bit_map(run["bits"].merge(these[bits.KEYS], on=bits.KEYS).dropna(subset="agreement_mean_frac"))
+        if len(agreement):
+            draw = _figure(lambda ax: tensor_plots.invariance_map(agreement, ax=ax), 1.2 + 0.2 * len(these))  # noqa: B023
+            parts.append((f"Where bits agree, elements of {width} bits", draw))
+    hidden = bits.hidden_precision(run["tensors"], run["bits"])
+    if len(hidden):
+        parts.append(("Hidden precision", _table(hidden[["label", "dtype", "raw_bytes", "unused_bytes", "finding"]])))
+    return parts
+
+
+_PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {
+    "libraries": _libraries,
+    "tensors": _tensors,
+    "memory": _memory,
+}
 
 
 def _table(frame: pd.DataFrame) -> str:

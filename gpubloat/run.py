@@ -228,6 +228,15 @@ def refuse_overwrite(folder: Path, force: bool) -> None:
         raise GpubloatError(f"{folder} is not empty", "name another folder, or add --force (in Python, force=True)")
 
 
+def refuse_to_replace(file: Path, force: bool) -> None:
+    """GpubloatError if `file` exists and `force` is not set, or if it is no ordinary file (a folder, a device)."""
+    if file.exists() and not file.is_file():
+        what = "a folder" if file.is_dir() else "no ordinary file"
+        raise GpubloatError(f"{file} is {what}", "name a file")
+    if file.exists() and not force:
+        raise GpubloatError(f"{file} exists", "name another file, or add --force (in Python, force=True)")
+
+
 class replacing:
     """Context manager: a new folder to write into, whose files move to `folder` only if the block succeeds.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import stat
 from pathlib import Path
 
 import ml_dtypes
@@ -11,7 +13,7 @@ import pandas as pd
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from gpubloat import Run
+from gpubloat import Run, report
 from tests.commands import Command, command
 
 
@@ -122,3 +124,37 @@ def test_a_damaged_file_is_not_unpacked(tensors: Command, model: Path, tmp_path:
     done = tensors("unpack", packed, "--out", tmp_path / "back.safetensors")
     done.refused()
     assert sorted(path.name for path in tmp_path.iterdir()) == ["m.ibp", "model.safetensors"]
+
+
+def test_the_page_of_a_run_tells_savings_bits_and_findings(tensors: Command, model: Path, tmp_path: Path) -> None:
+    tensors("stats", model, "--out", tmp_path / "run")
+    report.write(Run.load(tmp_path / "run"), tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text("utf-8")
+    for title in ("What packing saves, and bounds", "elements of 16 bits", "elements of 32 bits", "Hidden precision"):
+        assert title in page
+
+
+def test_devices_and_inputs_are_not_replaced(tensors: Command, model: Path, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert "no ordinary file" in tensors("pack", model, "--out", pipe, "--force").refused()[0]
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+    before = model.read_bytes()
+    assert "one of the files to pack" in tensors("pack", model, "--out", model, "--force").refused()[0]
+    assert model.read_bytes() == before
+    assert "both" in tensors("stats", model, "--out", tmp_path / "a", "--csv", tmp_path / "a").refused()[0]
+
+
+def test_names_of_tensors_do_not_reach_the_terminal_raw(tensors: Command, tmp_path: Path) -> None:
+    save_file({"\x1b[31mred\nx": np.zeros((64, 8), np.float32)}, tmp_path / "a.safetensors")
+    out = tensors("stats", tmp_path / "a.safetensors").out
+    assert "\x1b" not in out
+    assert "hidden precision: \\x1b[31mred\\nx: all elements are zero" in out
+
+
+def test_a_name_that_safetensors_keeps_for_itself_is_not_written(tensors: Command, tmp_path: Path) -> None:
+    np.savez(tmp_path / "a.npz", __metadata__=np.zeros((64, 8), np.float32))
+    assert tensors("pack", tmp_path / "a.npz", "--out", tmp_path / "a.ibp").status == 0
+    done = tensors("unpack", tmp_path / "a.ibp", "--out", tmp_path / "b.safetensors")
+    assert "__metadata__" in done.refused()[0]
+    assert not (tmp_path / "b.safetensors").exists()

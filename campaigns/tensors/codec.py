@@ -24,10 +24,11 @@ import numpy as np
 import torch
 
 from gpubloat.run import provenance
-from gpubloat.tensors import codebook, device, hostmemory, packing
-from gpubloat.tensors.offload import offload
-from gpubloat.tensors.rowcache import RowCache
-from gpubloat.tensors.torchuse import PackedTensor, as_bytes
+from gpubloat.tensors import codebook, packing
+from gpubloat.tensors.gpu import device, hostmemory
+from gpubloat.tensors.gpu.offload import offload
+from gpubloat.tensors.gpu.rowcache import RowCache
+from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes
 
 MIB = 1 << 20
 STEPS = ("link", "codec", "peers", "workloads")

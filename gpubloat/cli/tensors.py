@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, shown
-from gpubloat.errors import GpubloatError
-from gpubloat.run import refuse_overwrite
+from gpubloat.errors import GpubloatError, printable
+from gpubloat.run import refuse_overwrite, refuse_to_replace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,7 +22,8 @@ app = typer.Typer(
     help="Bits of tensors that never change: how many, what leaving them out saves, and files without them.",
 )
 Files = Annotated[
-    list[Path], typer.Argument(metavar="FILE...", help="safetensors (an index, too), npy, npz, or a zip .pth.")
+    list[Path],
+    typer.Argument(metavar="FILE...", help="safetensors (an index or a folder, too), npy, npz, zip .pth, .pt or .bin."),
 ]
 Rows = Annotated[
     int | None, typer.Option("--max-rows", metavar="N", min=1, help="Look at N rows of each tensor instead of all.")
@@ -48,6 +49,8 @@ def stats(
     from gpubloat.analysis import tensors as analysis
 
     if csv is not None:
+        if csv == out:
+            raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
         refuse_overwrite(csv, force)
     run = tensors.stats(files, columns=columns, max_rows=max_rows, out=out, force=force, command=command_line())
     if csv is not None:
@@ -62,12 +65,10 @@ def stats(
     if len(table) > top:
         print(f"{len(table) - top} smaller tensors are not shown (--top, --csv)")
     for row in hidden.head(top).itertuples():
-        print(f"hidden precision: {row.label}: {row.finding}")
+        print(f"hidden precision: {printable(str(row.label))}: {row.finding}")
     raw, packed = total["raw_bytes"], total["packed_bytes"]
     share = f", {total['saving_frac']:.1%} less" if raw else ""
-    print(
-        f"together: {raw / 1e6:,.2f} MB, packed {packed / 1e6:,.2f} MB{share}; tensors that would grow stay as they are"
-    )
+    print(f"together: {raw / 1e6:,.2f} MB, packed {packed / 1e6:,.2f} MB{share}; what would grow is counted as it is")
     for place in (csv, out):
         if place is not None:
             print(f"wrote {place}")
@@ -92,15 +93,20 @@ def pack(
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Pack all tensors of the files without loss into one file; tensors that would grow keep their bytes."""
+    """Pack all tensors of the files without loss into one file.
+
+    A row that would grow keeps its bytes, and takes four more for its length: tensors of one dimension, whose rows are
+    single elements, grow.
+    """
     from gpubloat import tensors
 
     if out is None:
         raise GpubloatError("the packed tensors would be lost", "say where to keep them: --out FILE.ibp")
     if chunk_bits not in ("auto", "8", "16", "32", "64"):
         raise GpubloatError(f"chunks of {chunk_bits!r} bits cannot be packed", "use auto, 8, 16, 32 or 64")
-    if out.exists() and not force:
-        raise GpubloatError(f"{out} exists", "name another file, or add --force")
+    refuse_to_replace(out, force)
+    if out.exists() and any(file.exists() and out.samefile(file) for file in files):
+        raise GpubloatError(f"{out} is one of the files to pack", "name another file")
     width: Any = chunk_bits if chunk_bits == "auto" else int(chunk_bits)
     packed: dict[str, Packed] = {}
     for file in files:
@@ -147,5 +153,6 @@ def _say_packed(packed: dict[str, Packed], as_json: bool, last: str) -> None:
         print(json.dumps({"raw_bytes": raw, "packed_bytes": small, "tensors": records(table)}))
         return
     print_table(shown(table), title="packed tensors")
-    print(f"{raw / 1e6:,.2f} MB, packed {small / 1e6:,.2f} MB" + (f" ({1 - small / raw:.1%} less)" if raw else ""))
+    share = f" ({abs(1 - small / raw):.1%} {'less' if small <= raw else 'more'})" if raw else ""
+    print(f"{raw / 1e6:,.2f} MB, packed {small / 1e6:,.2f} MB{share}")
     print(last)

@@ -10,6 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from gpubloat.tensors.codebook import Codebook, fit
+    from gpubloat.tensors.gpu.offload import offload
+    from gpubloat.tensors.gpu.rowcache import RowCache
+    from gpubloat.tensors.gpu.torchuse import PackedEmbedding, PackedTensor
     from gpubloat.tensors.ibpfile import load, save
     from gpubloat.tensors.invariance import stats
     from gpubloat.tensors.packing import Packed, pack, unpack, unpack_rows
@@ -18,6 +21,9 @@ if TYPE_CHECKING:
 
 _FROM = {
     "codebook": ("Codebook", "fit"),
+    "gpu.offload": ("offload",),
+    "gpu.rowcache": ("RowCache",),
+    "gpu.torchuse": ("PackedEmbedding", "PackedTensor"),
     "ibpfile": ("load", "save"),
     "invariance": ("stats",),
     "packing": ("Packed", "pack", "unpack", "unpack_rows"),
@@ -29,10 +35,14 @@ _MODULES = {name: module for module, names in _FROM.items() for name in names}
 __all__ = [
     "Codebook",
     "Packed",
+    "PackedEmbedding",
+    "PackedTensor",
+    "RowCache",
     "Tensor",
     "as_tensor",
     "fit",
     "load",
+    "offload",
     "pack",
     "save",
     "savings",

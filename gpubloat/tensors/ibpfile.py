@@ -33,6 +33,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gpubloat.errors import FormatError, GpubloatError
+from gpubloat.run import refuse_to_replace
 from gpubloat.tensors.codebook import WIDTHS, Codebook, Estimate
 from gpubloat.tensors.dtypes import DTYPES
 from gpubloat.tensors.packing import Packed
@@ -57,10 +58,7 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Packed], force: boo
     GpubloatError : the file exists and `force` is not set, or it cannot be written.
     """
     file = Path(path)
-    if file.is_dir():
-        raise GpubloatError(f"{file} is a folder", "name a file")
-    if file.exists() and not force:
-        raise GpubloatError(f"{file} exists", "name another file, or add --force (in Python, force=True)")
+    refuse_to_replace(file, force)
     new = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
     try:
         try:

@@ -16,7 +16,10 @@ THREADS = 2
 
 def compiled(function: F) -> F:
     """`function` as machine code that runs without the interpreter's lock; compiled once per machine and type."""
-    return cast(F, njit(cache=True, nogil=True)(function))
+    try:
+        return cast(F, njit(cache=True, nogil=True)(function))
+    except RuntimeError:  # no folder that can be written to keep it in: compile in every process
+        return cast(F, njit(nogil=True)(function))
 
 
 def in_blocks(work: Callable[[int, int], T], n_rows: int, threads: int = THREADS) -> list[T]:

@@ -89,6 +89,23 @@ class Packed:
             return _ends(self.row_words)
         return np.arange(self.n_rows + 1, dtype=np.uint64) * np.uint64(self.stride_words)
 
+    def to(self, device: Any = "cuda") -> Any:
+        """The tensor as PyTorch has it, decoded on a device: `gpu.torchuse.PackedTensor.to`."""
+        return self._in_torch.to(device)
+
+    def gather(self, indices: Any, out: Any = None) -> Any:
+        """Rows by number, decoded where `indices` are, a tensor of PyTorch: `gpu.torchuse.PackedTensor.gather`.
+
+        For a GPU the packed words are copied to pinned host memory once, and stay there as long as this object.
+        """
+        return (self._in_torch.pin() if indices.is_cuda else self._in_torch).gather(indices, out)
+
+    @cached_property
+    def _in_torch(self) -> Any:
+        from gpubloat.tensors.gpu.torchuse import PackedTensor  # PyTorch is loaded where it is needed
+
+        return PackedTensor(self)
+
     @property
     def n_raw_rows(self) -> int:
         return int(np.count_nonzero(self.row_words == self.raw_words))

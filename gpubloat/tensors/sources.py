@@ -7,16 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gpubloat.errors import GpubloatError
-from gpubloat.tensors import numpy_file, safetensors_file, torchzip
+from gpubloat.tensors.files import npy, safetensors, torchzip
 from gpubloat.tensors.tensor import Tensor, as_tensor
 
 __all__ = ["Tensor", "as_tensor", "tensors_in"]
 
 _READERS: dict[str, Callable[[Path], list[Tensor]]] = {
-    safetensors_file.INDEX: safetensors_file.indexed,
-    safetensors_file.SUFFIX: safetensors_file.tensors,
-    ".npy": numpy_file.array,
-    ".npz": numpy_file.archive,
+    safetensors.INDEX: safetensors.indexed,
+    safetensors.SUFFIX: safetensors.tensors,
+    ".npy": npy.array,
+    ".npz": npy.archive,
     ".pth": torchzip.tensors,
     ".pt": torchzip.tensors,
     ".bin": torchzip.tensors,
@@ -39,7 +39,7 @@ def tensors_in(path: str | os.PathLike[str]) -> list[Tensor]:
     path = Path(path)
     try:
         if path.is_dir():
-            return safetensors_file.folder(path)
+            return safetensors.folder(path)
         is_file = path.is_file()
     except (OSError, ValueError) as error:
         raise GpubloatError(f"{path}: {getattr(error, 'strerror', None) or error}") from None

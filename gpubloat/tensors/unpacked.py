@@ -1,6 +1,6 @@
 """Unpacked tensors as a file of safetensors, one after the other: no more than one of them is in memory.
 
-Source of the format: as in `safetensors_file`, which reads it.
+Source of the format: as in `files.safetensors`, which reads it.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from pathlib import Path
 import numpy as np
 
 from gpubloat.errors import GpubloatError
+from gpubloat.run import refuse_to_replace
+from gpubloat.tensors.files.safetensors import DTYPES, METADATA, SUFFIX
 from gpubloat.tensors.packing import Packed, unpack
-from gpubloat.tensors.safetensors_file import DTYPES, SUFFIX
 
 _NAMES = {ours: theirs for theirs, ours in DTYPES.items()}
 _ALIGN = 8  # of the first tensor's bytes, as the library does it
@@ -30,8 +31,11 @@ def write(path: Path, tensors: Mapping[str, Packed], force: bool = False) -> Non
     """
     if path.suffix != SUFFIX:
         raise GpubloatError(f"{path} is no name for a file of safetensors", f"let it end in {SUFFIX}")
-    if path.exists() and not force:
-        raise GpubloatError(f"{path} exists", "name another file, or add --force (in Python, force=True)")
+    refuse_to_replace(path, force)
+    if METADATA in tensors:
+        raise GpubloatError(
+            f"a tensor is called {METADATA}, which safetensors has another use for", "unpack it in Python"
+        )
     header: dict[str, object] = {}
     at = 0
     for name, packed in tensors.items():

@@ -49,7 +49,7 @@ def compiled(target: str, kind: str = "cubin", *, source: str = SOURCE, options:
     (error,) = nvrtc.nvrtcCompileProgram(program, len(flags), [f.encode() for f in flags])
     if error.value:
         _, size = nvrtc.nvrtcGetProgramLogSize(program)
-        log = b" " * size
+        log = b" " * (size + 1)  # never the object that Python shares for one space
         nvrtc.nvrtcGetProgramLog(program, log)
         raise RuntimeError(log.decode())
     _, size = getattr(nvrtc, f"nvrtcGet{made}Size")(program)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from gpubloat.tensors import kernels
+from gpubloat.tensors.gpu import kernels
 
 
 @dataclass

@@ -11,13 +11,14 @@ import pytest
 
 from gpubloat.errors import DeviceError, GpubloatError, MissingToolError
 from gpubloat.native import build
-from gpubloat.tensors import codebook, counting, device, hostmemory, kernels, launch, packing
+from gpubloat.tensors import codebook, counting, packing
+from gpubloat.tensors.gpu import device, hostmemory, kernels, launch
 from tests.tensors import emulator
 
 torch: Any = pytest.importorskip("torch")
 
-from gpubloat.tensors.rowcache import RowCache  # noqa: E402
-from gpubloat.tensors.torchuse import PackedTensor  # noqa: E402
+from gpubloat.tensors.gpu.rowcache import RowCache  # noqa: E402
+from gpubloat.tensors.gpu.torchuse import PackedTensor  # noqa: E402
 from tests.tensors.test_torchuse import same, weights  # noqa: E402
 
 

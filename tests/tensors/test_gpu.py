@@ -9,15 +9,16 @@ import numpy as np
 import pytest
 
 from gpubloat.errors import DeviceError, GpubloatError
-from gpubloat.tensors import codebook, counting, device, hostmemory, kernels, launch, packing
+from gpubloat.tensors import codebook, counting, packing
+from gpubloat.tensors.gpu import device, hostmemory, kernels, launch
 
 torch: Any = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("PyTorch finds no GPU", allow_module_level=True)
 
-from gpubloat.tensors.offload import offload  # noqa: E402
-from gpubloat.tensors.rowcache import RowCache  # noqa: E402
-from gpubloat.tensors.torchuse import PackedEmbedding, PackedTensor  # noqa: E402
+from gpubloat.tensors.gpu.offload import offload  # noqa: E402
+from gpubloat.tensors.gpu.rowcache import RowCache  # noqa: E402
+from gpubloat.tensors.gpu.torchuse import PackedEmbedding, PackedTensor  # noqa: E402
 from tests.tensors.test_torchuse import DTYPES, same, weights  # noqa: E402
 
 pytestmark = pytest.mark.gpu

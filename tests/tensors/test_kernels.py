@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import marshal
 import re
 import subprocess
 from pathlib import Path
@@ -13,12 +14,14 @@ import pytest
 
 from gpubloat.errors import MissingToolError
 from gpubloat.native import build
-from gpubloat.tensors import kernels
+from gpubloat.tensors.gpu import kernels
 from tests import oracles
 from tests.tensors import emulator, layout
 from tests.tensors.emulator import DECODERS, call, guarded
 
 WIDTHS = (8, 16, 32, 64)
+
+SPACE = marshal.loads(b"s\x01\x00\x00\x00 ")
 
 
 @pytest.fixture(scope="module")
@@ -237,6 +240,7 @@ def test_nvrtc_compiles_every_kernel_without_a_word(capability: str, tmp_path: P
     # All of them for one target, every third for the others: a compilation takes most of a second.
     for kernel in kernels.ALL[:: 1 if capability == "90" else 3]:
         made = kernels.compiled(kernel, capability)
+        assert SPACE[0] == 32  # a log of one byte, written to the object that Python has for all single spaces
         assert made.log == ""
         try:
             tool = oracles.cuobjdump()

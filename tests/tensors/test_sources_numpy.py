@@ -234,7 +234,7 @@ def test_bombs_are_refused_before_memory_is_taken(tmp_path: Path) -> None:
 def test_members_that_are_too_much_together_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     np.savez_compressed(tmp_path / "a.npz", a=np.zeros(1 << 16), b=np.zeros(1 << 16))
     assert len(tensors_in(tmp_path / "a.npz")) == 2
-    monkeypatch.setattr("gpubloat.tensors.zipfiles._MAX_INFLATED", 1 << 20)
+    monkeypatch.setattr("gpubloat.tensors.files.zipfiles._MAX_INFLATED", 1 << 20)
     with pytest.raises(FormatError, match="when unpacked"):
         tensors_in(tmp_path / "a.npz")
 

@@ -213,7 +213,7 @@ def test_damaged_pickles_are_refused(case: str, tmp_path: Path) -> None:
 
 
 def test_lists_of_lists_of_lists_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubloat.tensors.torchzip._MAX_OBJECTS", 10000)  # as many as it takes, in less time
+    monkeypatch.setattr("gpubloat.tensors.files.torchzip._MAX_OBJECTS", 10000)  # as many as it takes, in less time
     laughs = tensor() + b"q\0" + b"](h\0h\0eq\0" * 60
     numbers_again = b"](" + number(1) * 500 + b"eq\0](" + b"h\0" * 500 + b"e"
     for body in (laughs, numbers_again, b"]q\0h\0a", b"]" * 5000 + tensor() + b"a" * 5000):
@@ -259,7 +259,7 @@ def test_files_that_are_no_archive_of_pytorch(tmp_path: Path) -> None:
 
 
 def test_large_pickles_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("gpubloat.tensors.picklewalk._MAX_SIZE", 100)
+    monkeypatch.setattr("gpubloat.tensors.files.picklewalk._MAX_SIZE", 100)
     with pytest.raises(FormatError, match="at most 100"):
         tensors_in(saved(tmp_path / "m.pt", tensor()))
 

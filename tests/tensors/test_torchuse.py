@@ -11,13 +11,13 @@ import pytest
 
 from gpubloat.errors import DeviceError, GpubloatError
 from gpubloat.tensors import packing
-from gpubloat.tensors.hostmemory import pieces
+from gpubloat.tensors.gpu.hostmemory import pieces
 
 torch: Any = pytest.importorskip("torch")
 
-from gpubloat.tensors.offload import OffloadedLinear, offload  # noqa: E402
-from gpubloat.tensors.rowcache import RowCache  # noqa: E402
-from gpubloat.tensors.torchuse import PackedEmbedding, PackedTensor  # noqa: E402
+from gpubloat.tensors.gpu.offload import OffloadedLinear, offload  # noqa: E402
+from gpubloat.tensors.gpu.rowcache import RowCache  # noqa: E402
+from gpubloat.tensors.gpu.torchuse import PackedEmbedding, PackedTensor  # noqa: E402
 
 DTYPES = (
     "float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8", "int16", "int32",
@@ -154,7 +154,7 @@ def test_copies_do_not_cross_pieces() -> None:
 
 
 def test_importing_the_package_does_not_import_torch() -> None:
-    code = "import sys, gpubloat.tensors, gpubloat.tensors.device; print('torch' in sys.modules, 'cuda' in sys.modules)"
+    code = "import sys, gpubloat.tensors.gpu.device; print('torch' in sys.modules, 'cuda' in sys.modules)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.split() == ["False", "False"]
 
@@ -165,3 +165,13 @@ def test_bits_of_nan_and_zero_survive() -> None:
     packed = PackedTensor(packing.pack(x))
     assert same(packed.to("cpu"), x)
     assert same(packed.gather(torch.tensor([5, 0])), x[[5, 0]])
+
+
+def test_what_pack_gives_moves_and_gathers_by_itself() -> None:
+    weight = torch.randn(64, 48).to(torch.bfloat16)
+    packed = packing.pack(weight)
+    assert torch.equal(packed.to("cpu").view(torch.int16), weight.view(torch.int16))
+    indices = torch.tensor([[3, 3], [63, 0]])
+    out = torch.empty(2, 2, 48, dtype=torch.bfloat16)
+    assert packed.gather(indices, out=out) is out
+    assert torch.equal(out.view(torch.int16), weight[indices].view(torch.int16))

@@ -10,11 +10,12 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import GpubloatError
-from gpubloat.tensors import device as gpu
-from gpubloat.tensors import launch, packing
+from gpubloat.tensors import packing
 from gpubloat.tensors.codebook import Codebook
-from gpubloat.tensors.hostmemory import Pinned
-from gpubloat.tensors.launch import torch_module
+from gpubloat.tensors.gpu import device as gpu
+from gpubloat.tensors.gpu import launch
+from gpubloat.tensors.gpu.hostmemory import Pinned
+from gpubloat.tensors.gpu.launch import torch_module
 from gpubloat.tensors.packing import Packed
 
 torch: Any = torch_module()
@@ -176,7 +177,7 @@ class PackedEmbedding(torch.nn.Module):  # type: ignore[misc]
         cls, weight: Any, codebook: Codebook | None = None, cache_bytes: int = 0, device: Any = None
     ) -> PackedEmbedding:
         """Pack `weight` (n, d). With a CUDA `device` it is pinned, and up to `cache_bytes` of rows are kept there."""
-        from gpubloat.tensors.rowcache import RowCache
+        from gpubloat.tensors.gpu.rowcache import RowCache
 
         packed = PackedTensor(packing.pack(weight, codebook))
         where = torch.device(device or "cpu")

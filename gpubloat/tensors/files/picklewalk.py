@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from gpubloat.tensors.mapped import Bytes
+from gpubloat.tensors.files.mapped import Bytes
 
 _MAX_SIZE = 16 << 20  # of the pickle; those of large models have less than 1 MiB
 _STORAGES = {

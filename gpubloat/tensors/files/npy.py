@@ -13,9 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from gpubloat.tensors.mapped import Bytes, opened
+from gpubloat.tensors.files.mapped import Bytes, opened
+from gpubloat.tensors.files.zipfiles import contents, members
 from gpubloat.tensors.tensor import Tensor, dtype_of, plain
-from gpubloat.tensors.zipfiles import contents, members
 
 _MAGIC = b"\x93NUMPY"
 _MAX_HEADER = 10_000  # as numpy.load

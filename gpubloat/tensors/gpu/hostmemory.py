@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import GpubloatError
-from gpubloat.tensors import launch
+from gpubloat.tensors.gpu import launch
 
 PIECE = 1 << 30  # bytes; a multiple of the page
 

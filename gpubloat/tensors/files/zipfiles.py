@@ -13,7 +13,7 @@ from struct import Struct
 
 import numpy as np
 
-from gpubloat.tensors.mapped import Bytes
+from gpubloat.tensors.files.mapped import Bytes
 
 _END = Struct("<4sHHHHIIH")
 _END64_PLACE = Struct("<4sIQI")

@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import DeviceError, GpubloatError
-from gpubloat.tensors import hostmemory, kernels, launch
 from gpubloat.tensors.codebook import Codebook
-from gpubloat.tensors.launch import Gpu, pointer, u32, u64
+from gpubloat.tensors.gpu import hostmemory, kernels, launch
+from gpubloat.tensors.gpu.launch import Gpu, pointer, u32, u64
 from gpubloat.tensors.packing import Packed
 
 THREADS = 512  # of a block; more warps share one copy of the codebook

@@ -13,11 +13,12 @@ from typing import Any
 
 from gpubloat.errors import GpubloatError
 from gpubloat.tensors.dtypes import named
-from gpubloat.tensors.mapped import Bytes, opened
+from gpubloat.tensors.files.mapped import Bytes, opened
 from gpubloat.tensors.tensor import Tensor
 
 SUFFIX = ".safetensors"
 INDEX = ".safetensors.index.json"
+METADATA = "__metadata__"  # a key of the header that is no tensor
 _LENGTH = Struct("<Q")
 _MAX_HEADER = 32 << 20  # the largest models' take less than 10 MiB; the library allows 100 MB
 DTYPES = {
@@ -36,7 +37,7 @@ def tensors(path: Path) -> list[Tensor]:
             0, f"a header of {length} bytes; at most {_MAX_HEADER} are read", "is this a safetensors file?"
         )
     header = file.json(_LENGTH.size, length, "header")
-    header.pop("__metadata__", None)
+    header.pop(METADATA, None)
     start = _LENGTH.size + length
     found, places = [], []
     for name, entry in header.items():

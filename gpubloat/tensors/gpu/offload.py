@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from gpubloat.errors import GpubloatError
-from gpubloat.tensors import launch, packing
-from gpubloat.tensors.torchuse import PackedTensor, as_bytes, empty, torch
+from gpubloat.tensors import packing
+from gpubloat.tensors.gpu import launch
+from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes, empty, torch
 
 
 def offload(module: Any, device: Any = "cuda") -> Any:

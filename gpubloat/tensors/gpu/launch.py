@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpubloat.errors import DeviceError, GpubloatError, MissingToolError
-from gpubloat.tensors import kernels
-from gpubloat.tensors.kernels import Kernel
+from gpubloat.tensors.gpu import kernels
+from gpubloat.tensors.gpu.kernels import Kernel
 
 LEAST = (8, 0)  # asynchronous copies to shared memory
 _DEFAULT_SHARED = 48 << 10  # a kernel that takes more has to say so

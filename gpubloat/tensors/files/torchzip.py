@@ -15,10 +15,10 @@ import numpy as np
 
 from gpubloat.errors import FormatError
 from gpubloat.tensors.dtypes import named
-from gpubloat.tensors.mapped import MAX_NAME, Bytes, opened
-from gpubloat.tensors.picklewalk import Pairs, View, walk
+from gpubloat.tensors.files.mapped import MAX_NAME, Bytes, opened
+from gpubloat.tensors.files.picklewalk import Pairs, View, walk
+from gpubloat.tensors.files.zipfiles import Member, contents, members
 from gpubloat.tensors.tensor import Tensor, Words, torch_dtype
-from gpubloat.tensors.zipfiles import Member, contents, members
 
 # Lists may refer to lists that refer to lists: few bytes, very many ways to go.
 _MAX_DEPTH = 100

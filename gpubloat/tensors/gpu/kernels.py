@@ -141,16 +141,17 @@ def _compile(kernel: Kernel, capability: str) -> Cubin:
         nvrtc.nvrtcAddNameExpression(program, kernel.name.encode())
         flags = [f"--gpu-architecture=sm_{capability}".encode(), b"--std=c++17", b"--device-as-default-execution-space"]
         (status,) = nvrtc.nvrtcCompileProgram(program, len(flags), flags)
-        log = b" " * nvrtc.nvrtcGetProgramLogSize(program)[1]
+        log = _room(nvrtc.nvrtcGetProgramLogSize(program)[1])
         nvrtc.nvrtcGetProgramLog(program, log)
-        text = log.rstrip(b"\0").decode(errors="replace").strip()
+        text = log.partition(b"\0")[0].decode(errors="replace").strip()
         if status != ok:
             said = text.splitlines()[0] if text else status.name
             raise GpubloatError(f"{kernel.name} cannot be compiled for sm_{capability}: {said}")
         symbol = nvrtc.nvrtcGetLoweredName(program, kernel.name.encode())[1].decode()
-        cubin = b" " * nvrtc.nvrtcGetCUBINSize(program)[1]
+        size = nvrtc.nvrtcGetCUBINSize(program)[1]
+        cubin = _room(size)
         nvrtc.nvrtcGetCUBIN(program, cubin)
-        return Cubin(cubin, symbol, text)
+        return Cubin(cubin[:size], symbol, text)
     finally:
         nvrtc.nvrtcDestroyProgram(program)
 
@@ -166,3 +167,8 @@ def _keep(target: Path, content: bytes) -> None:
         raise GpubloatError(
             f"{target.parent} cannot be written: {error.strerror}", "set GPUBLOAT_CACHE to another folder"
         ) from None
+
+
+def _room(size: int) -> bytes:
+    """Bytes that NVRTC may write to. One more than it asks for: Python has one shared object for each single byte."""
+    return b" " * (size + 1)

@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import GpubloatError
-from gpubloat.tensors import device as gpu
+from gpubloat.tensors.gpu import device as gpu
+from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes, empty, torch
 from gpubloat.tensors.packing import Packed, _read_only
 from gpubloat.tensors.rowbits import decode
-from gpubloat.tensors.torchuse import PackedTensor, as_bytes, empty, torch
 
 LENGTH_QUANTILE = 0.95  # of packed rows that a slot is long enough for, unless given
 

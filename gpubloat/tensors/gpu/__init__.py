@@ -1,0 +1,1 @@
+"""Packed tensors on GPUs: kernels compiled and launched, pinned host memory, and their use in PyTorch."""
