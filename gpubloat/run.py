@@ -8,14 +8,16 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import shutil
 import sys
 import tempfile
 import weakref
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, BinaryIO
 
 import pandas as pd
 import pyarrow as pa
@@ -235,6 +237,23 @@ def refuse_to_replace(file: Path, force: bool) -> None:
         raise GpubloatError(f"{file} is {what}", "name a file")
     if file.exists() and not force:
         raise GpubloatError(f"{file} exists", "name another file, or add --force (in Python, force=True)")
+
+
+@contextmanager
+def replacing_file(file: Path, force: bool) -> Iterator[BinaryIO]:
+    """A new file beside `file`, which takes its name only if the block succeeds; raises as `refuse_to_replace`."""
+    refuse_to_replace(file, force)
+    new = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
+    try:
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            with new.open("xb") as opened:
+                yield opened
+            os.replace(new, file)
+        finally:
+            new.unlink(missing_ok=True)
+    except OSError as error:
+        raise GpubloatError(f"{file} cannot be written: {error.strerror}") from None
 
 
 class replacing:

@@ -23,7 +23,6 @@ import dataclasses
 import json
 import math
 import os
-import secrets
 import struct
 import zlib
 from collections.abc import Iterator, Mapping
@@ -33,7 +32,7 @@ from typing import Any, BinaryIO
 import numpy as np
 
 from gpubloat.errors import FormatError, GpubloatError
-from gpubloat.run import refuse_to_replace
+from gpubloat.run import replacing_file
 from gpubloat.tensors.codebook import WIDTHS, Codebook, Estimate
 from gpubloat.tensors.dtypes import DTYPES
 from gpubloat.tensors.packing import Packed
@@ -57,19 +56,8 @@ def save(path: str | os.PathLike[str], tensors: Mapping[str, Packed], force: boo
     ------
     GpubloatError : the file exists and `force` is not set, or it cannot be written.
     """
-    file = Path(path)
-    refuse_to_replace(file, force)
-    new = file.with_name(f".{file.name}-{secrets.token_hex(4)}")
-    try:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("xb") as opened:
-                _write(opened, tensors)
-            os.replace(new, file)
-        finally:
-            new.unlink(missing_ok=True)
-    except OSError as error:
-        raise GpubloatError(f"{file} cannot be written: {error.strerror}") from None
+    with replacing_file(Path(path), force) as opened:
+        _write(opened, tensors)
 
 
 def _write(opened: BinaryIO, tensors: Mapping[str, Packed]) -> None:

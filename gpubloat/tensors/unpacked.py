@@ -6,15 +6,13 @@ Source of the format: as in `files.safetensors`, which reads it.
 from __future__ import annotations
 
 import json
-import os
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
 
 from gpubloat.errors import GpubloatError
-from gpubloat.run import refuse_to_replace
+from gpubloat.run import replacing_file
 from gpubloat.tensors.files.safetensors import DTYPES, METADATA, SUFFIX
 from gpubloat.tensors.packing import Packed, unpack
 
@@ -31,7 +29,6 @@ def write(path: Path, tensors: Mapping[str, Packed], force: bool = False) -> Non
     """
     if path.suffix != SUFFIX:
         raise GpubloatError(f"{path} is no name for a file of safetensors", f"let it end in {SUFFIX}")
-    refuse_to_replace(path, force)
     if METADATA in tensors:
         raise GpubloatError(
             f"a tensor is called {METADATA}, which safetensors has another use for", "unpack it in Python"
@@ -44,16 +41,7 @@ def write(path: Path, tensors: Mapping[str, Packed], force: bool = False) -> Non
         at = end
     text = json.dumps(header).encode("ascii")
     text += b" " * (-len(text) % _ALIGN)
-    new = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
-    try:
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with new.open("xb") as file:
-                file.write(len(text).to_bytes(8, "little") + text)
-                for packed in tensors.values():
-                    file.write(np.ascontiguousarray(unpack(packed)).reshape(-1).view(np.uint8).data)
-            os.replace(new, path)
-        finally:
-            new.unlink(missing_ok=True)
-    except OSError as error:
-        raise GpubloatError(f"{path} cannot be written: {error.strerror}") from None
+    with replacing_file(path, force) as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for packed in tensors.values():
+            file.write(np.ascontiguousarray(unpack(packed)).reshape(-1).view(np.uint8).data)
