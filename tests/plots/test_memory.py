@@ -22,6 +22,7 @@ from tests.analysis.test_memory import replays, small_case, usage
 from tests.analysis.test_training import runs
 from tests.build import snapshot
 from tests.memory.test_real_traces import TRACES, needs_traces
+from tests.plots.drawn import legend, texts, ticks
 
 mpl.use("Agg")
 
@@ -32,18 +33,6 @@ def ax():  # type: ignore[no-untyped-def]
     yield axes
     figure.canvas.draw()
     plt.close(figure)
-
-
-def texts(ax: Any) -> list[str]:
-    return [t.get_text() for t in ax.texts]
-
-
-def ticks(ax: Any, axis: str = "y") -> list[str]:
-    return [t.get_text() for t in getattr(ax, f"get_{axis}ticklabels")()]
-
-
-def legend(ax: Any) -> list[str]:
-    return [t.get_text() for t in ax.get_legend().get_texts()]
 
 
 def events(**at: int) -> pd.DataFrame:

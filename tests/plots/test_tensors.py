@@ -13,6 +13,7 @@ from gpubloat.analysis import tensors as analysis
 from gpubloat.plots import tensors as plots
 from gpubloat.tables.tensors import Bits, Savings, Tensors
 from tests.analysis.test_tensors import SWEPT, bits, savings, tensors
+from tests.plots.drawn import legend, texts, ticks
 
 mpl.use("Agg")
 
@@ -23,18 +24,6 @@ def ax():  # type: ignore[no-untyped-def]
     yield axes
     figure.canvas.draw()
     plt.close(figure)
-
-
-def texts(ax: Any) -> list[str]:
-    return [t.get_text() for t in ax.texts]
-
-
-def ticks(ax: Any, axis: str = "y") -> list[str]:
-    return [t.get_text() for t in getattr(ax, f"get_{axis}ticklabels")()]
-
-
-def legend(ax: Any) -> list[str]:
-    return [t.get_text() for t in ax.get_legend().get_texts()]
 
 
 def test_the_map_has_a_cell_per_bit(ax: Any) -> None:
