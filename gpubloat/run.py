@@ -28,7 +28,10 @@ from gpubloat.errors import FormatError, GpubloatError, SchemaError
 from gpubloat.tables import schema
 
 FLUSH_ROWS = 100_000
-PACKAGES = ("numpy", "pandas", "pyarrow", "zstandard", "lz4", "torch", "jax", "cuda-bindings", "nvidia-ml-py")
+PACKAGES = (
+    "numpy", "pandas", "pyarrow", "numba", "ml_dtypes", "zstandard", "lz4",
+    "torch", "jax", "cuda-bindings", "nvidia-ml-py",
+)  # fmt: skip
 
 
 class Run(Mapping[str, pd.DataFrame]):

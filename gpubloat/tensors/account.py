@@ -76,7 +76,9 @@ class Account:
 
 def account(words: Words, plan: Plan) -> Account:
     """Count what `plan` does to rows (n, m), all of them."""
-    return _account(words, plan, in_blocks(lambda begin, end: _lengths(words[begin:end], plan), len(words)))
+    return _account(
+        words, plan, in_blocks(lambda begin, end: _lengths(words[begin:end], plan), len(words), words.nbytes)
+    )
 
 
 def _lengths(words: Words, plan: Plan) -> tuple[int, int, Words]:

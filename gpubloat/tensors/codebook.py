@@ -188,7 +188,7 @@ def _constant(rows: Words) -> Words:
     def both(begin: int, end: int) -> tuple[Words, Words]:
         return np.bitwise_and.reduce(rows[begin:end], axis=0), np.bitwise_or.reduce(rows[begin:end], axis=0)
 
-    parts = in_blocks(both, len(rows))
+    parts = in_blocks(both, len(rows), rows.nbytes)
     ones_everywhere = np.bitwise_and.reduce([part[0] for part in parts], axis=0)
     ones_anywhere = np.bitwise_or.reduce([part[1] for part in parts], axis=0)
     constant: Words = ~(ones_everywhere ^ ones_anywhere)

@@ -12,6 +12,7 @@ F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 
 THREADS = 2
+_ENOUGH_BYTES = 1 << 20  # for a second thread: starting one takes as long as the work on fewer
 
 
 def compiled(function: F) -> F:
@@ -22,9 +23,12 @@ def compiled(function: F) -> F:
         return cast(F, njit(nogil=True)(function))
 
 
-def in_blocks(work: Callable[[int, int], T], n_rows: int, threads: int = THREADS) -> list[T]:
-    """What ``work(begin, end)`` returns for each of at most `threads` blocks of rows that cover ``range(n_rows)``."""
-    threads = max(1, min(threads, n_rows))
+def in_blocks(work: Callable[[int, int], T], n_rows: int, n_bytes: int, threads: int = THREADS) -> list[T]:
+    """What ``work(begin, end)`` returns for each of at most `threads` blocks that cover ``range(n_rows)``.
+
+    `n_bytes` : size of all rows together.
+    """
+    threads = max(1, min(threads, n_rows)) if n_bytes >= _ENOUGH_BYTES else 1
     ends = [n_rows * i // threads for i in range(threads + 1)]
     if threads == 1:
         return [work(0, n_rows)]

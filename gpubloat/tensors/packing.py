@@ -146,7 +146,7 @@ def pack(x: Any, codebook: Codebook | None = None, layout: Literal["condensed", 
         raise GpubloatError(f"there is no layout {layout!r}", f"layouts: {', '.join(LAYOUTS)}")
     rows, codes = tensor.rows(codebook.chunk_bits), codebook.plan()
     row_words = np.empty(len(rows), np.uint32)
-    in_blocks(lambda begin, end: measure(rows[begin:end], codes, row_words[begin:end]), len(rows))
+    in_blocks(lambda begin, end: measure(rows[begin:end], codes, row_words[begin:end]), len(rows), rows.nbytes)
     if layout == "condensed":
         offsets = _ends(row_words)
         words = np.empty(int(offsets[-1]), np.uint32)
@@ -155,7 +155,9 @@ def pack(x: Any, codebook: Codebook | None = None, layout: Literal["condensed", 
         offsets = np.arange(len(rows) + 1, dtype=np.uint64) * np.uint64(stride)
         words = np.zeros(int(offsets[-1]), np.uint32)
     in_blocks(
-        lambda begin, end: encode(rows[begin:end], codes, row_words[begin:end], offsets[begin:end], words), len(rows)
+        lambda begin, end: encode(rows[begin:end], codes, row_words[begin:end], offsets[begin:end], words),
+        len(rows),
+        rows.nbytes,
     )
     return Packed(codebook, tensor.dtype, tensor.shape, layout, words, row_words, _crc32(tensor.words))
 
@@ -239,7 +241,7 @@ def _decode(packed: Packed, wanted: Words, out: Words) -> None:
     def read(begin: int, end: int) -> int:
         return decode(stored, codes, row_words, offsets, wanted[begin:end], rows[begin:end])
 
-    damaged = [row for row in in_blocks(read, len(wanted)) if row >= 0]
+    damaged = [row for row in in_blocks(read, len(wanted), rows.nbytes) if row >= 0]
     if damaged:
         raise GpubloatError(f"row {damaged[0]} of the packed tensor is damaged: its length is not what its flags say")
 

@@ -43,7 +43,7 @@ def matches(words: Words, majority: Words, masks: Words) -> Words:
         _first_disagreeing(words[begin:end], majority, masks, found)
         return found
 
-    first = sum(in_blocks(counted, len(words)))
+    first = sum(in_blocks(counted, len(words), words.nbytes))
     return len(words) - np.cumsum(first, axis=1)[:, :width]
 
 
