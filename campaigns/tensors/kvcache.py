@@ -1,0 +1,110 @@
+"""A KV cache whose older tokens stay packed in host memory, and what that costs beside the caches of transformers.
+
+    python campaigns/tensors/kvcache.py --out FOLDER [--layers 24] [--hidden 2048] [--heads 16]
+                                        [--prompt 4096] [--new 64]
+
+About a minute on a GPU. Without one it runs on the CPU: give it small numbers. Random weights; FOLDER gets kvcache.csv:
+time per token, peak memory of the GPU, bytes of the packed tokens, and whether the tokens are the same as without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
+from transformers.cache_utils import Cache, DynamicLayer
+
+from gpubloat import tensors
+
+BLOCK = 512
+
+
+class PackedLayer(DynamicLayer):  # type: ignore[misc]
+    """Keys and values of one layer: whole blocks of tokens are packed, the newest are as they were."""
+
+    def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
+        super().lazy_initialization(key_states, value_states)
+        self.blocks: list[list[tensors.Packed]] = []  # of [keys, values]
+        self.codebooks: list[tensors.Codebook] = []  # fitted to the first block
+
+    def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+        new = super().update(key_states, value_states, *args, **kwargs)
+        old = [[self.unpacked(packed) for packed in block] for block in self.blocks]
+        found = [torch.cat([*parts, now], dim=-2) for *parts, now in zip(*old, new, strict=True)]
+        while self.keys.shape[-2] >= 2 * BLOCK:
+            self.pack_block()
+        return found[0], found[1]
+
+    def pack_block(self) -> None:
+        rows = [x[..., :BLOCK, :].transpose(1, 2).flatten(0, 1).flatten(1).cpu() for x in (self.keys, self.values)]
+        self.codebooks = self.codebooks or [tensors.fit(x) for x in rows]
+        self.blocks.append([tensors.pack(x, book) for x, book in zip(rows, self.codebooks, strict=True)])
+        self.keys, self.values = (x[..., BLOCK:, :].clone() for x in (self.keys, self.values))
+
+    def unpacked(self, packed: tensors.Packed) -> Any:
+        batch, heads, _, width = self.keys.shape
+        return packed.to(self.device).view(batch, BLOCK, heads, width).transpose(1, 2)
+
+    def get_seq_length(self) -> int:
+        return super().get_seq_length() + (len(self.blocks) * BLOCK if self.is_initialized else 0)
+
+
+def decoded(model: Any, prompt: Any, n_new: int, cache: Any) -> dict[str, Any]:
+    """Greedy decoding with a cache: the tokens, and seconds per token after the first two."""
+    on_gpu = prompt.device.type == "cuda"
+    if on_gpu:
+        torch.cuda.reset_peak_memory_stats()
+    token, tokens, started = prompt, [], 0.0
+    for i in range(n_new):
+        if i == 2:
+            started = time.perf_counter()
+        logits = model(input_ids=token, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        token = logits[:, -1].argmax(-1, keepdim=True)
+        tokens.append(token.flatten().tolist())  # waits for the GPU
+    seconds = (time.perf_counter() - started) / max(1, n_new - 2)
+    return {"tokens": tokens, "token_s": seconds, "gpu_bytes": torch.cuda.max_memory_allocated() if on_gpu else 0}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    for name, value in (("layers", 24), ("hidden", 2048), ("heads", 16), ("prompt", 4096), ("new", 64)):
+        parser.add_argument(f"--{name}", type=int, default=value)
+    given = parser.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=given.hidden, intermediate_size=3 * given.hidden, num_hidden_layers=given.layers,
+        num_attention_heads=given.heads, num_key_value_heads=given.heads, vocab_size=32000,
+        max_position_embeddings=given.prompt + given.new,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    prompt = torch.randint(0, config.vocab_size, (1, given.prompt), device=device)
+    caches = {"plain": DynamicCache(), "packed": Cache(layer_class_to_replicate=PackedLayer)}
+    if device == "cuda":
+        caches["offloaded"] = DynamicCache(offloading=True)
+    rows, first = [], None
+    with torch.inference_mode():
+        for name, cache in caches.items():
+            found = decoded(model, prompt, given.new, cache)
+            tokens = found.pop("tokens")
+            first = first or tokens
+            packed = [p for layer in cache.layers for block in getattr(layer, "blocks", []) for p in block]
+            rows.append({"cache": name, **found, "is_equal": tokens == first,
+                         "raw_bytes": sum(p.raw_bytes for p in packed),
+                         "packed_bytes": sum(p.packed_bytes for p in packed)})  # fmt: skip
+            print(rows[-1], flush=True)
+    given.out.mkdir(parents=True, exist_ok=True)
+    with (given.out / "kvcache.csv").open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+if __name__ == "__main__":
+    main()
