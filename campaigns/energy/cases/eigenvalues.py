@@ -1,0 +1,28 @@
+"""Eigenvalues by a solver that runs on the CPU, and by one that runs on the GPU.
+
+Sources: transformers issue 34570. The slow side takes fewer joules of the GPU, which waits: only host time tells.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import common
+import torch
+
+ID = "T2"
+EXPECTED = "host fallback"  # class of the cause, or what a trap must be called
+
+
+def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:
+    n = 16 if small else 2048
+    x = common.normal(seed, (n, n), torch.float32)
+    return (x @ x.T / n,)
+
+
+def slow(x: Any) -> Any:
+    return torch.linalg.eigvals(x).real.sort().values
+
+
+def fast(x: Any) -> Any:
+    return torch.linalg.eigvalsh(x)
