@@ -24,7 +24,8 @@ ALLOWED = {
     "reproduce": {"errors"},
     "doctor": {"errors", "native"},
     "native": {"errors"},
-    **{name: {"errors", "tables", "run", "native"} for name in INSTRUMENTS},
+    "optional": {"errors"},
+    **{name: {"errors", "tables", "run", "native", "optional"} for name in INSTRUMENTS},
 }
 
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import DeviceError, GpubloatError
+from gpubloat.optional import torch_module
 from gpubloat.tensors.codebook import Codebook
 from gpubloat.tensors.gpu import hostmemory, kernels, launch
 from gpubloat.tensors.gpu.launch import Gpu, pointer, u32, u64
@@ -56,7 +57,7 @@ def book(codebook: Codebook, device: Any = "cuda") -> Book:
 
 def to_device(array: np.ndarray, gpu: Gpu) -> Any:
     """Unsigned words of 32 and 64 bits as int32 and int64 tensors: PyTorch knows few operations on unsigned ones."""
-    torch = launch.torch_module()
+    torch = torch_module()
     signed = np.ascontiguousarray(array).view(f"<i{array.itemsize}")
     if not signed.flags.writeable:
         signed = signed.copy()
@@ -141,7 +142,7 @@ def rows(packed: Packed, words: Any, device: Any = "cuda") -> Rows:
     ------
     DeviceError, MissingToolError : as `launch.gpu`. GpubloatError : the words are pageable memory.
     """
-    torch = launch.torch_module()
+    torch = torch_module()
     held = book(packed.codebook, device)
     address = 0
     if words is not None:
@@ -157,7 +158,7 @@ def rows(packed: Packed, words: Any, device: Any = "cuda") -> Rows:
 
 def pack(x: Any, codebook: Codebook, layout: str = "condensed") -> Rows:
     """Pack the rows of a contiguous CUDA tensor in the GPU's memory, as `packing.pack` would."""
-    torch = launch.torch_module()
+    torch = torch_module()
     held = book(codebook, x.device)
     n = x.shape[0] if x.ndim else 1
     _fits(x, held.gpu, n * held.row_bytes)
@@ -181,7 +182,7 @@ def pack(x: Any, codebook: Codebook, layout: str = "condensed") -> Rows:
 
 def count(x: Any) -> Any:
     """How often each bit of a row is set: int64 (8 * row_bytes,), bit b of chunk c at c * W + b, for any width W."""
-    torch = launch.torch_module()
+    torch = torch_module()
     gpu = launch.gpu(x.device)
     n = x.shape[0] if x.ndim else 1
     row_bytes = x.numel() * x.element_size() // n if n else 0

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import GpubloatError
+from gpubloat.optional import torch_module
 from gpubloat.tensors.gpu import launch
 
 PIECE = 1 << 30  # bytes; a multiple of the page
@@ -32,7 +33,7 @@ class Pinned:
     """
 
     def __init__(self, array: np.ndarray, piece: int = PIECE) -> None:
-        launch.torch_module().cuda.synchronize(launch.gpu().index)  # a context has to exist
+        torch_module().cuda.synchronize(launch.gpu().index)  # a context has to exist
         size = -(-max(array.nbytes, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         try:
             pages = mmap.mmap(-1, size)
@@ -64,7 +65,7 @@ class Pinned:
 
     def copy_to(self, target: Any, begin: int, n_bytes: int) -> None:
         """Start a copy of a range of bytes to a CUDA tensor, on the current stream; no copy crosses a piece."""
-        torch = launch.torch_module()
+        torch = torch_module()
         stream = torch.cuda.current_stream(target.device).cuda_stream
         with torch.cuda.device(target.device):
             for at, size in pieces(begin, n_bytes, self.piece):
@@ -98,7 +99,7 @@ def pieces(begin: int, n_bytes: int, piece: int) -> list[tuple[int, int]]:
 
 def _unregister(registered: list[int], pages: mmap.mmap) -> None:
     if registered:
-        launch.torch_module().cuda.synchronize()
+        torch_module().cuda.synchronize()
     while registered:
         launch.driver().cuMemHostUnregister(registered.pop())
     del pages

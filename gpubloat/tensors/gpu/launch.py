@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from gpubloat.errors import DeviceError, GpubloatError, MissingToolError
+from gpubloat.optional import torch_module
 from gpubloat.tensors.gpu import kernels
 from gpubloat.tensors.gpu.kernels import Kernel
 
@@ -39,14 +40,6 @@ class Loaded:
     kernel: Kernel
     function: Any
     blocks: int
-
-
-def torch_module() -> Any:
-    """PyTorch; MissingToolError without it."""
-    try:
-        return importlib.import_module("torch")
-    except ImportError:
-        raise MissingToolError("PyTorch", "pip install torch") from None
 
 
 def driver() -> Any:

@@ -10,12 +10,12 @@ from typing import Any
 import numpy as np
 
 from gpubloat.errors import GpubloatError
+from gpubloat.optional import torch_module
 from gpubloat.tensors import packing
 from gpubloat.tensors.codebook import Codebook
 from gpubloat.tensors.gpu import device as gpu
 from gpubloat.tensors.gpu import launch
 from gpubloat.tensors.gpu.hostmemory import Pinned
-from gpubloat.tensors.gpu.launch import torch_module
 from gpubloat.tensors.packing import Packed
 
 torch: Any = torch_module()
