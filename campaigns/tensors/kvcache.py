@@ -73,8 +73,11 @@ def decoded(model: Any, prompt: Any, n_new: int, cache: Any) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--out", type=Path, required=True)
-    for name, value in (("layers", 24), ("hidden", 2048), ("heads", 16), ("prompt", 4096), ("new", 64)):
-        parser.add_argument(f"--{name}", type=int, default=value)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--heads", type=int, default=16)
+    parser.add_argument("--prompt", type=int, default=4096)
+    parser.add_argument("--new", type=int, default=64)
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
