@@ -11,7 +11,7 @@ from importlib import import_module
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "__version__", "analysis", "libraries", "memory", "plots", "published", "tables", "tensors"]
+__all__ = ["Run", "__version__", "analysis", "energy", "libraries", "memory", "plots", "published", "tables", "tensors"]
 
 
 def __getattr__(name: str) -> Any:

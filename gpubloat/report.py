@@ -14,9 +14,11 @@ import pandas as pd
 from matplotlib.axes import Axes
 
 from gpubloat.analysis import debloat, diagnosis, memory, usage, whatif
+from gpubloat.analysis import energy as joules
 from gpubloat.analysis import libraries as analysis
 from gpubloat.analysis import tensors as bits
 from gpubloat.errors import GpubloatError
+from gpubloat.plots import energy as energy_plots
 from gpubloat.plots import libraries as plots
 from gpubloat.plots import memory as memory_plots
 from gpubloat.plots import style
@@ -119,7 +121,57 @@ def _tensors(run: Run) -> list[tuple[str, str]]:
     return parts
 
 
+_CASES = ["subject", "case", "verdict", *joules.SAVED, "wasteful", "time_ratio", "cause", "a_line", "b_line", "reason"]
+_REGIONS = ["region", "a_operators", "b_operators", "a_line", "b_line", *joules.SAVED, "verdict", "cause", "evidence"]
+_OPERATORS = ["name", "module", "line", "n_same", "step_j", "error_j", "step_frac", "method", "notes"]
+_ENERGY_TABLES = {"signals", "loads", "samples", "blocks", "operators", "closure", "regions", "comparisons"}
+
+
+def _energy(run: Run) -> list[tuple[str, str]]:
+    """Signals of a probe; operators of measured steps; comparisons. What is not in the run is not on the page."""
+    table = {name: run[name] for name in _ENERGY_TABLES & set(run)}
+    parts = []
+    trusted = run.provenance.get("joules")
+    if trusted is not None:
+        told = "The energy counter is to be believed." if trusted["is_trusted"] else f"No joules: {trusted['reason']}."
+        parts.append(("Verdict", f"<p>{html.escape(told)}</p>"))
+    if "loads" in table:
+        power = joules.power_of_loads(table["loads"])
+        height = 1.2 + 0.3 * power["load"].nunique()
+        parts.append(("Power of loads", _figure(lambda ax: energy_plots.loads(power, ax=ax), height)))
+        parts.append(("Agreement of signals", _table(joules.agreement(table["loads"]))))
+    if "samples" in table:
+        rising = [part for part in table["samples"]["part"].unique() if str(part).startswith("product")]
+        for part in rising[:1]:
+            over_time = joules.power_over_time(table["samples"], part)
+            parts.append(("As a load begins", _figure(lambda ax: energy_plots.samples(over_time, ax=ax), 2.6)))  # noqa: B023
+    if "comparisons" in table and len(table["comparisons"]):
+        found = joules.cases(table["comparisons"])
+        height = 1.4 + 0.22 * len(found)
+        parts.append(("What is saved", _figure(lambda ax: energy_plots.cases(found, ax=ax), height)))
+        parts.append(("Comparisons", _table(found[_CASES])))
+    if "regions" in table and len(table["regions"]):
+        differing = table["regions"][~table["regions"]["is_same"]]
+        parts.append(("Regions that differ", _table(differing[["subject", *_REGIONS]].head(50))))
+    return parts + (_steps(table["operators"], table["closure"]) if {"operators", "closure"} <= set(table) else [])
+
+
+def _steps(operators: pd.DataFrame, closure: pd.DataFrame) -> list[tuple[str, str]]:
+    parts = []
+    for (subject, side), mine in joules.by_operator(operators, closure).groupby(joules.STEP, sort=False):
+        height = 0.8 + 0.19 * min(len(mine), 19)
+        title = f"Energy of {subject}, side {side}"
+        parts.append((title, _figure(lambda ax: energy_plots.operators(mine, ax=ax), height)))  # noqa: B023
+        is_rest = mine["kind"] == joules.REMAINDER
+        shown = pd.concat([mine[~is_rest].head(30), mine[is_rest]])
+        for name in ("step_j", "error_j"):  # of microjoules, too, which three decimals would make 0
+            shown[name] = [None if pd.isna(value) else f"{value:.4g}" for value in shown[name]]
+        parts.append((f"Operators of {subject}, side {side}", _table(shown[_OPERATORS])))
+    return parts
+
+
 _PAGES: dict[str, Callable[[Run], list[tuple[str, str]]]] = {
+    "energy": _energy,
     "libraries": _libraries,
     "tensors": _tensors,
     "memory": _memory,

@@ -12,7 +12,7 @@ from typing import Annotated
 import typer
 
 from gpubloat import __version__
-from gpubloat.cli import libraries, memory, tensors
+from gpubloat.cli import energy, libraries, memory, tensors
 from gpubloat.cli.common import Json
 from gpubloat.errors import GpubloatError
 
@@ -25,6 +25,7 @@ app = typer.Typer(
 app.add_typer(libraries.app, name="libraries")
 app.add_typer(tensors.app, name="tensors")
 app.add_typer(memory.app, name="memory")
+app.add_typer(energy.app, name="energy")
 
 
 @app.command("doctor")

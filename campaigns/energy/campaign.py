@@ -1,0 +1,253 @@
+"""Measure the energy instrument and, with it, cases that are known: one GPU, nothing is set on it.
+
+    python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
+                                        [--cases gelu,tf32] [--deadline S] [--null-repeats 20]
+
+probe 70 s; repeats, six of one operator, 20 s; null, A against A, 22 s each; cases 45 to 80 s each; gpt2 by operator
+150 s; pairs 100 to 200 s each; overhead 60 s. Runs are written to DIR as they end. Cases of JAX run in programs of
+their own. What fails is told in DIR/failed.json and does not stop the rest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+CASES = HERE / "cases"
+sys.path[:0] = [str(HERE), str(CASES)]
+
+import models  # noqa: E402
+import pandas as pd  # noqa: E402
+import torch  # noqa: E402
+
+from gpubloat import energy  # noqa: E402
+from gpubloat.energy import blocks  # noqa: E402
+from gpubloat.energy.capture import capture  # noqa: E402
+from gpubloat.energy.compare import null  # noqa: E402
+from gpubloat.energy.engines import TorchEngine  # noqa: E402
+from gpubloat.energy.loads import TorchLoads  # noqa: E402
+from gpubloat.energy.meter import Meter, NoDevice, NotMeasured, open_meter  # noqa: E402
+from gpubloat.energy.statistics import null_band, verdict  # noqa: E402
+from gpubloat.energy.timing import time as timed  # noqa: E402
+from gpubloat.energy.workload import kinds, workload  # noqa: E402
+from gpubloat.run import RunWriter, provenance  # noqa: E402
+
+NULL_SECONDS = 1.0
+CASE_SECONDS = 150.0
+
+
+class Campaign:
+    """Where results go, and when it has to end."""
+
+    def __init__(self, out: Path, deadline_s: float, cases: list[str], n_null: int) -> None:
+        self.out, self.cases, self.n_null = out, cases, n_null
+        self.end_s = time.monotonic() + deadline_s
+        self.failed: dict[str, str] = {}
+        self.band: float | None = None
+        out.mkdir(parents=True, exist_ok=True)
+        found = open_meter()
+        if isinstance(found, NoDevice):
+            raise found.error()
+        self.meter: Meter = found
+        self.engine = TorchEngine(0)
+
+    def left_s(self) -> float:
+        return self.end_s - time.monotonic()
+
+    def attempt(self, name: str, act: Callable[[], Any]) -> None:
+        started = time.monotonic()
+        try:
+            act()
+        except Exception:
+            self.failed[name] = traceback.format_exc(limit=8)
+            (self.out / "failed.json").write_text(json.dumps(self.failed, indent=1))
+        finally:
+            torch.cuda.empty_cache()
+        print(f"{name}: {time.monotonic() - started:.1f} s{' FAILED' if name in self.failed else ''}", flush=True)
+
+    def folder(self, name: str) -> Path:
+        return self.out / f"energy-h200-{name}"
+
+
+def product() -> Callable[[], Any]:
+    x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+    return lambda: torch.tanh(x @ x)
+
+
+def probe(campaign: Campaign) -> None:
+    energy.probe(campaign.meter, TorchLoads(0), out=campaign.folder("probe"), force=True, command="campaign probe")
+
+
+def write_blocks(campaign: Campaign, name: str, rows: pd.DataFrame, told: dict[str, Any]) -> None:
+    with RunWriter("energy", ["blocks"], campaign.folder(name), True) as writer:
+        writer.append("blocks", rows)
+        writer.finish(provenance(f"campaign {name}", {}, []) | {"meter": campaign.meter.describe()} | told)
+
+
+def repeats(campaign: Campaign) -> None:
+    """Six measurements of one operator, one after the other."""
+    work = campaign.engine.prepared(product(), True)
+    found = [blocks.block(work, campaign.meter, campaign.engine, 2.0, "product", order=n) for n in range(6)]
+    energies = [one.call_j for one in found if one.call_j is not None]
+    spread = (max(energies) - min(energies)) / statistics.mean(energies)
+    write_blocks(campaign, "repeats", pd.DataFrame([one.row() for one in found]), {"spread_frac": spread})
+    print(f"six repeats: spread {spread:.3%}")
+
+
+def null_band_of(campaign: Campaign) -> float:
+    """Of one comparison of A with itself at the usual length; measured once."""
+    if campaign.band is None:
+        band = null_band(null(product(), campaign.meter, campaign.engine).saved)
+        if isinstance(band, NotMeasured):
+            raise RuntimeError(str(band))
+        campaign.band = band
+        print(f"A against A: band {band:.3%}")
+    return campaign.band
+
+
+def a_against_a(campaign: Campaign) -> None:
+    """How often identical functions are called different, with short blocks; and the band of each comparison."""
+    fn, rows, told = product(), [], []
+    for n in range(campaign.n_null):
+        if campaign.left_s() < 30:
+            break
+        found = null(fn, campaign.meter, campaign.engine, seconds=NULL_SECONDS, subject=f"null {n}")
+        said = verdict(found.saved, found.time_ratio, True, null_band(found.saved))
+        told.append({"verdict": said.verdict, "saved": str(found.saved), "band": str(null_band(found.saved))})
+        rows.append(found.rows())
+    write_blocks(campaign, "null", pd.concat(rows), {"comparisons": told})
+    print(f"A against A: {sum(t['verdict'] == 'waste' for t in told)} of {len(told)} flagged")
+
+
+def all_cases(campaign: Campaign) -> None:
+    names = campaign.cases or [p.stem for p in sorted(CASES.glob("*.py")) if p.stem != "common"]
+    for name in names:
+        if campaign.left_s() < 60:
+            campaign.failed[name] = "the deadline was reached"
+            continue
+        act = one_of_jax if name.startswith("jax_") else one_case
+        campaign.attempt(name, lambda act=act, name=name: act(campaign, name))  # type: ignore[misc]
+
+
+def one_case(campaign: Campaign, name: str) -> None:
+    file = CASES / f"{name}.py"
+    band = null_band_of(campaign)
+    with workload(f"{file}:slow") as a, workload(f"{file}:fast", given=a.args) as b:
+        again = a.make(1)
+        run = energy.diff(
+            a.fn, b.fn, *a.args, again=(again, again), meter=campaign.meter, band=band, names=(a.name, b.name),
+            subject=name, case=case_id(file), deadline_s=min(CASE_SECONDS, campaign.left_s()),
+            out=campaign.folder(f"case-{name}"), force=True, command=f"gpubloat energy diff {a.name} {b.name}",
+        )  # fmt: skip
+        assert kinds(a.args) == {"torch"}
+    told(run)
+
+
+def case_id(file: Path) -> str:
+    """ID of a case without importing it."""
+    line = next(line for line in file.read_text("utf-8").splitlines() if line.startswith("ID = "))
+    return line.partition("=")[2].strip().strip('"')
+
+
+def told(run: Any) -> None:
+    row = run["comparisons"].iloc[0]
+    print(row[["case", "verdict", "saved_frac", "low_frac", "cause", "a_line", "fix"]].to_dict(), flush=True)
+
+
+def one_of_jax(campaign: Campaign, name: str) -> None:
+    """In a program of its own: JAX and PyTorch would share neither memory nor CUPTI."""
+    file, out = CASES / f"{name}.py", campaign.folder(f"case-{name}")
+    command = [sys.executable, "-m", "gpubloat", "energy", "diff", f"{file}:slow", f"{file}:fast", "--out", str(out)]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run([*command, "--force"], env=environment, check=True, timeout=min(400.0, campaign.left_s()))
+
+
+def gpt2(campaign: Campaign) -> None:
+    for name, attention in (("gpt2", "sdpa"), ("gpt2-eager", "eager")):
+        run = energy.measure(
+            models.gpt2(attention), meter=campaign.meter, subject=name, deadline_s=min(150.0, campaign.left_s()),
+            out=campaign.folder(name), force=True, command=f"campaign {name}",
+        )  # fmt: skip
+        print(run["closure"].to_string(), flush=True)
+        torch.cuda.empty_cache()
+
+
+def pairs(campaign: Campaign) -> None:
+    for subject, make in models.PAIRS.items():
+        if campaign.left_s() < 90:
+            break
+
+        def act(subject: str = subject, make: Callable[[], models.Pair] = make) -> None:
+            a, b = make()
+            run = energy.diff(
+                a, b, meter=campaign.meter, band=null_band_of(campaign), subject=subject, names=("A", "B"),
+                deadline_s=min(200.0, campaign.left_s()), out=campaign.folder("pair-" + subject.replace(" ", "-")),
+                force=True, command="campaign pairs",
+            )  # fmt: skip
+            told(run)
+
+        campaign.attempt(subject, act)
+
+
+def overhead(campaign: Campaign) -> None:
+    """Time of a step of GPT-2 alone, inside an open window, and in the passes of a measurement."""
+    step, rows = models.gpt2("sdpa"), []
+
+    def seconds(n: int = 40) -> float:
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(n):
+            step()
+        torch.cuda.synchronize()
+        return (time.perf_counter() - start) / n
+
+    seconds(10)
+    for _ in range(3):
+        rows.append({"what": "plain", "step_s": seconds()})
+        window = energy.window(campaign.meter)
+        with window:
+            rows.append({"what": "window", "step_s": seconds()})
+        start = time.perf_counter()
+        with capture(step):
+            rows.append({"what": "capture pass", "step_s": time.perf_counter() - start})
+        timing = timed(step, repeats=10)
+        rows.append({"what": "timing pass, under the profiler", "step_s": timing.step_us / 1e6})
+    frame = pd.DataFrame(rows)
+    frame.to_csv(campaign.out / "overhead.csv", index=False)
+    print(frame.groupby("what")["step_s"].median().to_string(), flush=True)
+
+
+STEPS: dict[str, Callable[[Campaign], None]] = {
+    "probe": probe, "repeats": repeats, "null": a_against_a, "cases": all_cases, "gpt2": gpt2, "pairs": pairs,
+    "overhead": overhead,
+}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--steps", default=",".join(STEPS), help="in this order")
+    parser.add_argument("--cases", default="", help="names of files in cases/; default, all")
+    parser.add_argument("--deadline", type=float, default=1e9, help="seconds for all")
+    parser.add_argument("--null-repeats", type=int, default=20)
+    given = parser.parse_args()
+    campaign = Campaign(given.out, given.deadline, [c for c in given.cases.split(",") if c], given.null_repeats)
+    try:
+        for name in given.steps.split(","):
+            campaign.attempt(name, lambda name=name: STEPS[name](campaign))  # type: ignore[misc]
+    finally:
+        campaign.meter.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Two functions that should compute the same: `flow.diff`."""

@@ -1,0 +1,198 @@
+"""Two functions that should compute the same: which takes more energy, in which operators, why, and what saves it.
+
+Both are captured and matched; then both are measured in turn (`compare`), whole and in the regions whose operators
+differ. A cause is sought by what both did, not by what they are called; the fix that it names is measured, too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from gpubloat.energy import blocks as measured
+from gpubloat.energy.capture import Capture, capture
+from gpubloat.energy.causes import Cause, causes
+from gpubloat.energy.compare import Comparison
+from gpubloat.energy.differences.fix import fix
+from gpubloat.energy.differences.pair import Pair
+from gpubloat.energy.differences.regions import Found, by_time, measured_region, slow_side
+from gpubloat.energy.differences.rows import comparison_row, region_row
+from gpubloat.energy.engines import Engine, engine_for, sentence
+from gpubloat.energy.match.regions import match
+from gpubloat.energy.measuring import failure_named, opened_meter, used_device
+from gpubloat.energy.meter import Meter, NotMeasured
+from gpubloat.energy.statistics import LEAST_BLOCKS, NO_DIFFERENCE, null_band, verdict
+from gpubloat.energy.timing import Timing
+from gpubloat.energy.timing import time as timed
+from gpubloat.errors import GpubloatError
+from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
+
+DEADLINE_S = 300.0
+TABLES = ["comparisons", "regions", "blocks"]
+_TIMES_S = 0.5  # of a block that takes times only
+METHOD = {
+    "match": "tensors of both are equal if their elements are, up to the order of axes, on two inputs if there are two",
+    "energy": "blocks A B B A, power by the slope of the energy counter between ticks, of the whole board; "
+    "Student's t interval of the log ratios",
+    "saved": "1 - E_fast / E_slow",
+    "verdict": "waste: the lower end of the share saved is over 5 % and over what A against A differs by, outputs are "
+    "equal, and the time is at most 1 % longer",
+    "cause": "rules on operators, strides, types, values and kernels of both sides; none knows what it is looking at",
+}
+
+
+def diff(
+    a: Callable[..., Any],
+    b: Callable[..., Any],
+    *args: Any,
+    b_args: tuple[Any, ...] | None = None,
+    again: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None,
+    tolerance: float | None = None,
+    meter: Meter | None = None,
+    engine: Engine | None = None,
+    n_blocks: int = LEAST_BLOCKS,
+    seconds: float | None = None,
+    deadline_s: float = DEADLINE_S,
+    band: float | None = None,
+    times_only: bool = False,
+    names: tuple[str, str] | None = None,
+    subject: str | None = None,
+    case: str = "",
+    out: str | os.PathLike[str] | None = None,
+    force: bool = False,
+    command: str = "gpubloat.energy.diff",
+) -> Run:
+    """Compare ``a(*args)`` with ``b(*args)``.
+
+    Takes 34 s for the whole functions, as much for A against itself, for each region that differs (those with most
+    difference in time first, until the deadline) and for the fix.
+
+    Parameters
+    ----------
+    b_args : arguments of B if they are not those of A, as for another framework.
+    again : arguments of both sides of a second run, with other values: what is equal on one input by coincidence is not
+        equal on two.
+    tolerance : relative error allowed between real outputs; default, by their types.
+    meter, engine, seconds, times_only, out, force : as in `measure`. n_blocks : of `compare`.
+    band : what A against A differed by, measured before in this session; default, it is measured here.
+    names, subject, case : what the tables call both sides, and the pair.
+
+    Returns
+    -------
+    Run with comparisons (one row), regions and blocks. Its provenance has `verdict`, `joules`, `idle_w`, `meter`.
+
+    Raises
+    ------
+    As `measure`.
+    """
+    if out is not None:
+        refuse_overwrite(Path(out), force)
+    sides = (args, args if b_args is None else b_args)
+    names = names or tuple(str(getattr(fn, "__qualname__", type(fn).__name__)) for fn in (a, b))  # type: ignore[assignment]
+    assert names is not None
+    with contextlib.ExitStack() as held:
+        opened = None if times_only else opened_meter(meter, 0, held)
+        captures = _captured((a, b), sides, held)
+        second = None if again is None else _captured((a, b), again, held)
+        device = used_device(captures[0])
+        if opened is not None and engine is None and not device.startswith("cuda") and captures[0].framework == "torch":
+            raise GpubloatError("the function uses no GPU", "move its tensors to the GPU, or take times only")
+        engine = engine or engine_for(captures[0].framework, device)
+        until_s = engine.clock.now() + deadline_s
+        with failure_named("matched"):
+            matching = match(*captures, second, tolerance)
+        for one in second or ():
+            one.close()
+        if seconds is None:
+            seconds = _TIMES_S if opened is None else measured.window_s(opened, engine)
+        fns = (lambda: a(*sides[0]), lambda: b(*sides[1]))
+        pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s)
+        pair.notes += [*matching.notes, *captures[0].notes, *captures[1].notes]
+        if again is None:
+            pair.notes.append("tensors were matched on one input only")
+        with RunWriter("energy", TABLES, out, force) as writer:
+            row, regions, comparison = _all(pair, band, names, subject or " | ".join(names), case)
+            record = provenance(command, METHOD, [])
+            told = None if opened is None else opened.describe()
+            record |= {"gpus": [] if told is None else [told.get("name")], "meter": told, "joules": comparison.joules}
+            record |= {"idle_w": comparison.idle_w, "verdict": row["verdict"], "framework": captures[0].framework}
+            record |= {"notes": pair.notes}
+            writer.append("comparisons", pd.DataFrame([row]))
+            writer.append("regions", pd.DataFrame(regions))
+            rows = [block.row() | {"order": order} for order, block in enumerate(pair.blocks)]
+            writer.append("blocks", pd.DataFrame(rows))
+            return writer.finish(record)
+
+
+def _captured(
+    fns: tuple[Callable[..., Any], Callable[..., Any]],
+    args: tuple[tuple[Any, ...], tuple[Any, ...]],
+    held: contextlib.ExitStack,
+) -> tuple[Capture, Capture]:
+    found = []
+    for side, fn, given in zip("AB", fns, args):
+        try:
+            found.append(held.enter_context(capture(fn, *given)))
+        except GpubloatError as error:
+            raise GpubloatError(f"{side}: {error.message}", error.hint) from error
+    return found[0], found[1]
+
+
+def _all(
+    pair: Pair, band: float | None, names: tuple[str, str], subject: str, case: str
+) -> tuple[dict[str, Any], list[dict[str, Any]], Comparison]:
+    """The row of comparisons, those of regions, and the comparison of the whole functions."""
+    pair.timings = (_timed(pair, 0), _timed(pair, 1))
+    if pair.meter is not None:
+        pair.idle = measured.idle(pair.meter, pair.engine, pair.seconds)
+    with failure_named("measured"):
+        pair.whole = whole = pair.compare(*pair.fns, "whole")
+        pair.band = _band(pair, band)
+    pair.notes += whole.notes
+    pair.said = verdict(whole.saved, whole.time_ratio, pair.matching.outputs_equal, pair.band)
+    differing = [region for region in pair.matching.regions if not region.is_same]
+    found = [measured_region(pair, region, len(differing) == 1) for region in by_time(pair, differing)]
+    cause = _cause(pair, found)
+    with failure_named("measured with its fix"):
+        fixed = fix(pair, cause)
+    by_region = {id(one.region): one for one in found}
+    rows = [
+        region_row(subject, number, pair, region, by_region.get(id(region)))
+        for number, region in enumerate(pair.matching.regions)
+    ]
+    row = comparison_row(pair, whole, cause, names) | {"subject": subject, "case": case} | fixed.row()
+    return row | {"notes": "; ".join(dict.fromkeys([*pair.notes, *fixed.notes]))}, rows, whole
+
+
+def _timed(pair: Pair, side: int) -> Timing | None:
+    if pair.captures[side].framework != "torch":
+        return None
+    try:
+        return timed(pair.fns[side], capture=pair.captures[side])
+    except Exception as error:  # of the function, or of a profiler that another one keeps out
+        pair.notes.append(f"{'AB'[side]}: times by operator were not taken: {sentence(error)}")
+        return None
+
+
+def _band(pair: Pair, given: float | None) -> float | NotMeasured:
+    if given is not None:
+        return given
+    return NotMeasured("only times were asked for") if pair.meter is None else null_band(pair.null().saved)
+
+
+def _cause(pair: Pair, found: list[Found]) -> Cause | None:
+    """Why the functions differ as wholes: the cause of the region with most of the difference.
+
+    If energies do not differ, only what concerns the host is told: its time may.
+    """
+    causes_ = [one.cause for one in found]
+    if not found:
+        causes_ = [causes(*pair.captures, None, *pair.timings, pair.hosts, slow=slow_side(pair.whole))]
+    if pair.said.verdict == NO_DIFFERENCE:
+        return next((cause for cause in causes_ if cause.kind.startswith("host")), None)
+    return next((cause for cause in causes_ if cause.kind != "unknown"), causes_[0])

@@ -1,0 +1,77 @@
+"""Two functions that are compared, and what is known of them so far."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from gpubloat.energy import blocks as measured
+from gpubloat.energy.blocks import Block
+from gpubloat.energy.capture import Capture
+from gpubloat.energy.compare import Comparison, compare, null
+from gpubloat.energy.engines import Engine, Work
+from gpubloat.energy.match.regions import Matching
+from gpubloat.energy.meter import Meter, NotMeasured
+from gpubloat.energy.statistics import UNKNOWN, Verdict
+from gpubloat.energy.timing import Timing
+
+
+@dataclass
+class Pair:
+    """Both sides, and what is known of them so far.
+
+    seconds, n_blocks : of each comparison. until_s : deadline on the engine's clock. whole : comparison of the
+    functions, `said` what it means. band : what A against A differs by. blocks : all that were measured.
+    """
+
+    fns: tuple[Callable[[], Any], Callable[[], Any]]
+    args: tuple[tuple[Any, ...], tuple[Any, ...]]
+    captures: tuple[Capture, Capture]
+    matching: Matching
+    engine: Engine
+    meter: Meter | None
+    seconds: float
+    n_blocks: int
+    until_s: float
+    timings: tuple[Timing | None, Timing | None] = (None, None)
+    idle: Block | None = None
+    band: float | NotMeasured = field(default_factory=lambda: NotMeasured("it was not measured"))
+    whole: Comparison | None = None
+    said: Verdict = field(default_factory=lambda: Verdict(UNKNOWN, "it was not measured"))
+    blocks: list[Block] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def compare_s(self) -> float:
+        """What one comparison takes."""
+        gap_s = measured.GAP_S if self.meter is not None else 0.0
+        return 4 * self.n_blocks * (measured.SETTLE_S + self.seconds + gap_s) + 4.0
+
+    @property
+    def has_time(self) -> bool:
+        return self.engine.clock.now() + self.compare_s <= self.until_s
+
+    @property
+    def hosts(self) -> tuple[float, float] | None:
+        """CPU seconds per call of both, once the whole functions were compared."""
+        return None if self.whole is None else _hosts(self.whole)
+
+    def compare(self, a: Callable[[], Any] | Work, b: Callable[[], Any] | Work, subject: str) -> Comparison:
+        """As everything in this pair is compared; its blocks are kept."""
+        found = compare(a, b, self.meter, self.engine, subject=subject, **self._how())
+        self.blocks += found.blocks
+        return found
+
+    def null(self) -> Comparison:
+        """A against itself; its blocks are kept."""
+        found = null(self.fns[0], self.meter, self.engine, **self._how())
+        self.blocks += found.blocks
+        return found
+
+    def _how(self) -> dict[str, Any]:
+        return {"n_blocks": self.n_blocks, "seconds": self.seconds, "idle": self.idle}
+
+
+def _hosts(whole: Comparison) -> tuple[float, float] | None:
+    return None if whole.a.host_s is None or whole.b.host_s is None else (whole.a.host_s, whole.b.host_s)

@@ -1,0 +1,131 @@
+"""Regions whose operators differ: measured on both sides, or on the one that has any, and why they differ."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from gpubloat.energy import blocks as measured
+from gpubloat.energy.causes import Cause, causes
+from gpubloat.energy.compare import Comparison
+from gpubloat.energy.differences.pair import Pair
+from gpubloat.energy.engines import Work, of_replay, sentence
+from gpubloat.energy.match.regions import Region
+from gpubloat.energy.replay import Refused, replayable
+from gpubloat.energy.statistics import UNKNOWN, WASTE, Saved, Verdict, verdict
+from gpubloat.errors import DeviceError
+
+
+@dataclass(frozen=True)
+class Alone:
+    """Work of one side where the other does nothing. side : 0 or 1. call_j : None if not measured."""
+
+    side: int
+    call_j: float | None
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of one region that differs. comparison, alone : None if it was not measured so. note : why neither is there."""
+
+    region: Region
+    comparison: Comparison | None
+    alone: Alone | None
+    said: Verdict
+    cause: Cause
+    note: str
+
+
+def by_time(pair: Pair, regions: list[Region]) -> list[Region]:
+    """Those with most difference in time first; without times, those with most operators."""
+
+    def weight(region: Region) -> tuple[float, int]:
+        times = [region_s(pair, side, region) for side in (0, 1)]
+        n = len(region.a_ops) + len(region.b_ops)
+        return (abs(times[0] - times[1]) if times[0] is not None and times[1] is not None else 0.0), n
+
+    return sorted(regions, key=weight, reverse=True)
+
+
+def region_s(pair: Pair, side: int, region: Region) -> float | None:
+    """Seconds of one side's operators in a call, by the timing pass."""
+    timing = pair.timings[side]
+    ops = region.a_ops if side == 0 else region.b_ops
+    return None if timing is None else sum(timing.op_us.get(op, 0.0) for op in ops) / 1e6
+
+
+def measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
+    """Measure a region, and find out why its sides differ.
+
+    is_only : no other region differs. If it has all work, it is the whole, which was measured.
+    """
+    comparison, alone, note = pair.whole, None, ""
+    said = pair.said
+    if not (is_only and _is_all(pair, region)):
+        comparison, alone, note = _measured(pair, region)
+        said = _said(pair, comparison, alone, note)
+    slow = slow_side(comparison) if alone is None else "ab"[alone.side]
+    cause = causes(*pair.captures, region, *pair.timings, pair.hosts, slow=slow)
+    return Found(region, comparison, alone, said, cause, note)
+
+
+def _said(pair: Pair, comparison: Comparison | None, alone: Alone | None, note: str) -> Verdict:
+    if comparison is not None:
+        return verdict(comparison.saved, comparison.time_ratio, pair.matching.outputs_equal, pair.band)
+    if alone is None or alone.call_j is None:
+        return Verdict(UNKNOWN, note.removeprefix("not measured: ") or "only times were asked for")
+    if not pair.matching.outputs_equal:
+        return Verdict(UNKNOWN, "the other side does nothing here, and outputs differ")
+    return Verdict(WASTE, "the other side does nothing here")
+
+
+def _measured(pair: Pair, region: Region) -> tuple[Comparison | None, Alone | None, str]:
+    try:
+        return _replayed(pair, region)
+    except DeviceError:
+        raise
+    except Exception as error:  # of PyTorch, such as no memory left
+        return None, None, f"not measured: it failed: {sentence(error)}"
+    finally:
+        pair.engine.release()
+
+
+def _is_all(pair: Pair, region: Region) -> bool:
+    """Whether a region has all operators that do work."""
+    for side, ops in enumerate((region.a_ops, region.b_ops)):
+        own = pair.captures[side].ops
+        if any(not op.is_view and op.index not in ops for op in own):
+            return False
+    return True
+
+
+def _replayed(pair: Pair, region: Region) -> tuple[Comparison | None, Alone | None, str]:
+    """Both sides compared, replayed; or one side alone, if the other does nothing; or why neither was measured."""
+    if not pair.has_time:
+        return None, None, "not measured: the deadline was reached"
+    works: list[Work | None] = []
+    for letter, capture, numbers in zip("AB", pair.captures, (region.a_ops, region.b_ops)):
+        ops = [capture.ops[i] for i in numbers]
+        if all(op.is_view for op in ops):
+            works.append(None)
+            continue
+        replay = replayable(ops, capture)
+        if isinstance(replay, Refused):
+            return None, None, f"not measured: {letter}: {replay.reason}"
+        works.append(of_replay(replay))
+    a, b = works
+    if a is not None and b is not None:
+        return pair.compare(a, b, f"region at {region.a_ops[0]} of A, {region.b_ops[0]} of B"), None, ""
+    work = a or b
+    if work is None:
+        return None, None, "not measured: views run no kernel"
+    side = 0 if a is not None else 1
+    block = measured.block(work, pair.meter, pair.engine, pair.seconds, f"region of {'AB'[side]} alone", "AB"[side])
+    pair.blocks.append(block)
+    return None, Alone(side, block.call_j), ""
+
+
+def slow_side(comparison: Comparison | None) -> str:
+    """ "a" or "b", the side that takes more energy; "" if that is not known."""
+    if comparison is None or not isinstance(comparison.saved, Saved):
+        return ""
+    return comparison.saved.wasteful.lower()

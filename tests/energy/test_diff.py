@@ -1,0 +1,223 @@
+"""Two functions from capture to verdict, cause and fix, on a simulated card; PyTorch runs on the CPU."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gpubloat import Run
+from gpubloat.energy.differences.flow import diff
+from gpubloat.energy.engines import Work
+from gpubloat.errors import DeviceError, GpubloatError
+from tests.energy.rigs import Costs, Rig
+
+CASES = Path(__file__).parents[2] / "campaigns" / "energy" / "cases"
+REPLAY = Costs(1e-4, 400.0)
+
+
+class Charged(Rig):
+    """A function costs what it says when it is called, by `charge`; replays cost `REPLAY`."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(cost=REPLAY, **options)
+        self._charged: Costs | None = None
+
+    def charge(self, call_s: float, watts: float, host_s: float = 0.0) -> None:
+        self._charged = Costs(call_s, watts, host_s)
+
+    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
+        fn()
+        return super().prepared(self._charged or fn, as_graph)
+
+
+@pytest.fixture
+def torch() -> Iterator[Any]:
+    found = pytest.importorskip("torch")
+    threads = found.get_num_threads()
+    found.set_num_threads(1)
+    yield found
+    found.set_num_threads(threads)
+
+
+@pytest.fixture
+def case(torch: Any, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:  # noqa: ARG001
+    """A module of campaigns/energy/cases by name."""
+    monkeypatch.syspath_prepend(str(CASES))
+    before = set(sys.modules)
+    yield importlib.import_module
+    for name in set(sys.modules) - before:
+        if getattr(sys.modules[name], "__file__", None) and Path(str(sys.modules[name].__file__)).parent == CASES:
+            del sys.modules[name]
+
+
+def compared(rig: Charged, a: Any, b: Any, *args: Any, **options: Any) -> Run:
+    given = {"meter": rig.meter, "engine": rig, "seconds": 1.0, "band": 0.01}
+    return diff(a, b, *args, **(given | options))
+
+
+def costing(rig: Charged, fn: Callable[..., Any], *cost: float) -> Callable[..., Any]:
+    def called(*args: Any) -> Any:
+        rig.charge(*cost)
+        return fn(*args)
+
+    return called
+
+
+def test_a_copy_that_only_one_side_makes(case: Callable[[str], Any], tmp_path: Path) -> None:
+    module, rig = case("repeat_one"), Charged()
+    inputs = [module.inputs(seed, small=True) for seed in (0, 9)]
+    run = compared(
+        rig, costing(rig, module.slow, 3e-3, 500.0), costing(rig, module.fast, 2e-3, 500.0), *inputs[0],
+        again=(inputs[1], inputs[1]), subject="repeat", case=module.ID, out=tmp_path / "run", names=("a", "b"),
+    )  # fmt: skip
+    assert Run.load(tmp_path / "run")["comparisons"].equals(run["comparisons"])
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["cause"], row["wasteful"], row["case"]) == ("waste", "extra copy", "A", "D7")
+    assert run.provenance["verdict"] == "waste"
+    assert row["saved_frac"] == pytest.approx(1 / 3, abs=2e-3)
+    assert row["low_frac"] <= row["saved_frac"] <= row["high_frac"]
+    assert row["time_ratio"] == pytest.approx(2 / 3, rel=0.01)
+    assert row["outputs_equal"]
+    assert row["output_error"] == 0
+    assert "repeat_one.py" in row["a_line"]
+    assert row["a_line"].endswith("slow")
+    assert row["fix"] == "B in place of A"
+    assert row["fix_saved_frac"] == pytest.approx(1 / 3, abs=0.01)
+    regions = run["regions"]
+    (alone,) = regions[~regions["is_same"]].itertuples()
+    assert (alone.a_operators, alone.b_operators) == ("aten::index_select.default", "") or alone.b_operators == ""
+    assert alone.a_call_j == pytest.approx(REPLAY.call_j, rel=0.05)
+    assert (alone.verdict, alone.saved_frac, alone.wasteful) == ("waste", 1.0, "A")
+    assert regions[regions["is_same"]]["verdict"].eq("no difference").all()
+    assert set(run["blocks"]["subject"]) == {"whole", "region of A alone", "the fix"}
+
+
+def test_the_same_twice(case: Callable[[str], Any]) -> None:
+    module, rig = case("same"), Charged(noise=0.001)
+    run = compared(
+        rig, costing(rig, module.slow, 2e-3, 600.0), costing(rig, module.fast, 2e-3, 600.0),
+        *module.inputs(0, small=True), band=None,
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["cause"], row["fix"]) == ("no difference", "", "")
+    assert 0 < row["band_frac"] < 0.015
+    assert run["regions"]["is_same"].all()
+    assert set(run["blocks"]["subject"]) == {"whole", "A against A"}
+    assert "one input only" in row["notes"]
+
+
+def test_other_inputs_are_no_waste(case: Callable[[str], Any]) -> None:
+    module, rig = case("zeros"), Charged()
+    run = compared(
+        rig, costing(rig, module.slow, 2e-3, 600.0), costing(rig, module.fast, 1.8e-3, 500.0),
+        *module.inputs(0, small=True),
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["reason"]) == ("trade-off", "outputs differ")
+    assert row["cause"] == "input data"
+    assert not row["outputs_equal"]
+
+
+def test_waiting_for_the_host_saves_nothing(case: Callable[[str], Any]) -> None:
+    """The side that lets the GPU wait takes less of its energy."""
+    module, rig = case("eigenvalues"), Charged()
+    run = compared(
+        rig, costing(rig, module.slow, 1.1, 130.0), costing(rig, module.fast, 0.4, 600.0),
+        *module.inputs(0, small=True), seconds=2.5,
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["wasteful"]) == ("trade-off", "B")
+    assert "longer" in row["reason"]
+
+
+def test_time_of_the_host_alone(case: Callable[[str], Any]) -> None:
+    module, rig = case("spin_wait"), Charged()
+    run = compared(
+        rig, costing(rig, module.slow, 0.02, 600.0, 0.02), costing(rig, module.fast, 0.02, 600.0, 0.001),
+        *module.inputs(0, small=True),
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["cause"]) == ("no difference", "host wait")
+    assert row["a_host_s"] > 10 * row["b_host_s"]
+    assert row["fix"] == ""
+
+
+def test_a_setting_is_measured_as_the_fix(case: Callable[[str], Any], torch: Any) -> None:
+    module, rig = case("tf32"), Charged()
+    x, w = module.inputs(0, small=True)
+
+    def slow(x: Any, w: Any) -> Any:
+        rig.charge(*((1e-3, 600.0) if torch.backends.cuda.matmul.allow_tf32 else (8e-3, 500.0)))
+        return x @ w
+
+    def fast(x: Any, w: Any) -> Any:
+        rig.charge(1e-3, 600.0)
+        return module.fast(x, w)
+
+    row = compared(rig, slow, fast, x, w)["comparisons"].iloc[0]
+    assert (row["cause"], row["fix"]) == ("precision", "torch.backends.cuda.matmul.allow_tf32 = True")
+    assert row["fix_saved_frac"] == pytest.approx(1 - 0.6 / 4.0, abs=0.01)
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_what_there_is_no_time_for(case: Callable[[str], Any]) -> None:
+    module, rig = case("repeat_one"), Charged()
+    run = compared(
+        rig, costing(rig, module.slow, 3e-3, 500.0), costing(rig, module.fast, 2e-3, 500.0),
+        *module.inputs(0, small=True), deadline_s=1.0,
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["verdict"], row["fix"]) == ("waste", "")
+    assert "no fix was measured: the deadline was reached" in row["notes"]
+    regions = run["regions"]
+    assert regions[~regions["is_same"]]["notes"].tolist() == ["not measured: the deadline was reached"]
+
+
+def test_bad_input_is_one_sentence(torch: Any, tmp_path: Path) -> None:
+    rig, x = Charged(), torch.ones(3, 3)
+
+    def fails(x: Any) -> Any:
+        return x @ torch.ones(2, 2)
+
+    with pytest.raises(GpubloatError, match=r"^B: the function failed in aten::mm"):
+        compared(rig, lambda x: x + 1, fails, x)
+    with pytest.raises(GpubloatError, match=r"^A: the function returns no tensor"):
+        compared(rig, lambda _: None, lambda x: x, x)
+    with pytest.raises(GpubloatError, match="uses no GPU"):
+        diff(lambda x: x + 1, lambda x: 1 + x, x, meter=rig.meter)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(GpubloatError, match="not empty"):
+        compared(rig, lambda x: x, lambda x: x, x, out=tmp_path / "full")
+
+
+def test_a_meter_that_dies(torch: Any) -> None:
+    rig, n_reads = Charged(), [0]
+    read = rig.meter.read
+
+    def dying() -> Any:
+        n_reads[0] += 1
+        if n_reads[0] > 60:
+            raise DeviceError("absent", "the GPU is lost")
+        return read()
+
+    rig.meter.read = dying  # type: ignore[method-assign]
+    with pytest.raises(DeviceError, match="the GPU is lost"):
+        compared(rig, costing(rig, torch.tanh, 1e-3, 300.0), costing(rig, torch.tanh, 1e-3, 300.0), torch.ones(4))
+
+
+def test_times_only_needs_no_gpu(torch: Any) -> None:
+    x = torch.randn(64, 64)
+    run = diff(
+        lambda x: torch.tanh(x.clone() @ x), lambda x: torch.tanh(x @ x), x, times_only=True, n_blocks=3, seconds=0.02
+    )
+    row = run["comparisons"].iloc[0]
+    assert row["verdict"] == "not measured"
+    assert row["a_call_s"] > 0
+    assert row["cause"] == "extra copy"
+    assert run["comparisons"]["saved_frac"].isna().all()
