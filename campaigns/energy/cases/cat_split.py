@@ -1,6 +1,7 @@
 """Two streams of tokens joined and parted in every block, and joined once.
 
-Sources: diffusers issues 12071 and 12131.
+Sources: diffusers issues 12071 and 12131. Shapes are those of the report but smaller, since all values are kept to be
+matched; all exceed the L2 cache.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch.nn import functional
 ID = "D13"
 EXPECTED = "extra copy"  # class of the cause, or what a trap must be called
 
-BLOCKS = 32
+BLOCKS = 8
 
 
 def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:

@@ -15,7 +15,7 @@ EXPECTED = "no difference"  # class of the cause, or what a trap must be called
 
 
 def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:
-    n = 64 if small else 8192
+    n = 64 if small else 4096
     return (common.normal(seed, (n, n), torch.bfloat16) / n**0.5,)
 
 

@@ -16,7 +16,7 @@ EXPECTED = "inputs differ"  # class of the cause, or what a trap must be called
 
 
 def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:
-    n = 64 if small else 8192
+    n = 64 if small else 6144
     x = common.normal(seed, (n, n), torch.bfloat16)
     return x, torch.zeros_like(x)
 
