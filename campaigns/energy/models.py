@@ -13,7 +13,7 @@ import torch
 Pair = tuple[Callable[[], Any], Callable[[], Any]]
 
 
-def gpt2(attention: str, batch: int = 8, tokens: int = 1024) -> Callable[[], Any]:
+def gpt2(attention: str, batch: int = 8, tokens: int = 512) -> Callable[[], Any]:
     """GPT-2 small of transformers, its logits; bf16. attention : eager or sdpa."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
