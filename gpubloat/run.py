@@ -227,7 +227,13 @@ def provenance(command: str, method: dict[str, str], inputs: list[dict[str, Any]
 
 def refuse_overwrite(folder: Path, force: bool) -> None:
     """GpubloatError if `folder` holds something and `force` is not set, or if it is a file."""
-    if folder.exists() and not folder.is_dir():
+    try:
+        exists = folder.exists()
+    except OSError as error:  # a name too long, or below a folder that may not be looked into
+        raise GpubloatError(f"{folder} cannot be written: {error.strerror}") from None
+    if folder.is_symlink() and not exists:
+        raise GpubloatError(f"{folder} is a link to nothing", "name a folder")
+    if exists and not folder.is_dir():
         raise GpubloatError(f"{folder} is a file", "name a folder")
     if not force and folder.is_dir() and any(folder.iterdir()):
         raise GpubloatError(f"{folder} is not empty", "name another folder, or add --force (in Python, force=True)")

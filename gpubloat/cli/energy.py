@@ -39,7 +39,7 @@ def probe(
     from gpubloat.energy.loads import TorchLoads
     from gpubloat.energy.meter import NoDevice
 
-    if csv is not None and csv == out:
+    if csv is not None and out is not None and csv.resolve() == out.resolve():
         raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
     for folder in (csv, out):
         if folder is not None:
@@ -85,10 +85,12 @@ def measure(
     from gpubloat.energy import measuring
     from gpubloat.energy.workload import workload
 
-    if csv is not None and csv == out:
+    if csv is not None and out is not None and csv.resolve() == out.resolve():
         raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
     if grid is not None and times is None:
         raise GpubloatError("--grid needs --times", "say how often the function is called: --times N")
+    if times is not None and times_only:
+        raise GpubloatError("--times needs energies", "leave out --times-only")
     for folder in (csv, out):
         if folder is not None:
             refuse_overwrite(folder, force)
@@ -107,7 +109,7 @@ def measure(
         told |= {"total": footprint, "closure": records(run["closure"])[0], "operators": records(table)}
         print(json.dumps(told))
         return
-    print_table(_operators(table.head(top)), title=f"energy of {work.name} by operator")
+    print_table(_operators(table.head(top)), title=f"{'times' if times_only else 'energy'} of {work.name} by operator")
     if len(table) > top:
         print(f"{len(table) - top} smaller groups of operators are not shown (--top, --csv)")
     print(measuring.closing(run["closure"]))
@@ -147,7 +149,7 @@ def diff(
     from gpubloat.energy.differences.flow import diff as diff_
     from gpubloat.energy.workload import kinds, workload
 
-    if csv is not None and csv == out:
+    if csv is not None and out is not None and csv.resolve() == out.resolve():
         raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
     for folder in (csv, out):
         if folder is not None:
@@ -177,7 +179,7 @@ def diff(
         print_table(_regions(differing), title="regions whose operators differ")
     n_same = len(run["regions"]) - len(differing)
     if n_same:
-        print(f"{n_same} regions run the same operators on both sides")
+        print(f"{n_same} region{'s run' if n_same > 1 else ' runs'} the same operators on both sides")
     for place in (csv, out):
         if place is not None:
             print(f"wrote {place}")

@@ -107,19 +107,20 @@ def block(
 ) -> Block:
     """Run `work` for half a second to settle, then for `seconds`, of which energy and time are taken; 0.3 s of nothing.
 
-    Without a meter only times are taken.
+    Without a meter only times are taken, at once: there is no power to settle.
 
     Raises
     ------
     DeviceError : the meter died. What `work` raises.
     """
 
+    if meter is None:
+        return Block(subject, side, order, engine.run(work, seconds), work.how, NO_METER)
+
     def act() -> Ran:
         engine.run(work, SETTLE_S)
         return engine.run(work, seconds)
 
-    if meter is None:
-        return Block(subject, side, order, act(), work.how, NO_METER)
     found = _read(meter, engine, act, subject, side, order, work.how)
     engine.idle(GAP_S)
     return found
@@ -153,7 +154,7 @@ def _read(meter: Meter, engine: Engine, act: Callable[[], Ran], subject: str, si
     if isinstance(power, Slope) and is_checked:
         refused = disagreement(power.power_w, instant_w, average_w)[1]
     return Block(
-        subject, side, order, ran, how, power, refused, is_checked, instant_w is not None or average_w is not None,
+        subject, side, order, ran, how, power, refused, is_checked, bool(instant_w or average_w),
         sm_mhz=_middle(inside, "sm_mhz"),
         temperature_c=_middle(inside, "temperature_c"),
         throttle_bits=any_bits(inside.throttle_bits),

@@ -23,7 +23,7 @@ from gpubloat.energy.sampler import WallClock
 from gpubloat.energy.slope import Slope
 from gpubloat.energy.timing import Timing
 from gpubloat.energy.timing import time as timed
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import DeviceError, GpubloatError
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 DEADLINE_S = 120.0
@@ -142,7 +142,8 @@ def opened_meter(meter: Meter | None, index: int, held: contextlib.ExitStack) ->
         return meter
     found = meters.open_meter(index)
     if isinstance(found, NoDevice):
-        raise found.error()
+        error = found.error()
+        raise DeviceError(error.reason, error.message, f"{error.hint}; without a GPU, take times only (--times-only)")
     held.callback(found.close)
     return found
 

@@ -134,9 +134,13 @@ def mean_w(samples: Samples, signal: str, start_s: float, end_s: float) -> float
 
 
 def is_steady(samples: Samples) -> bool:
-    """Whether at least 5 readings of the instant power scatter by no more than 3 % of their mean."""
-    values = samples.instant_w[~np.isnan(samples.instant_w)]
-    return len(values) >= 5 and bool(values.std() <= STEADY_FRAC * values.mean())
+    """Whether at least 5 readings of the card's own power scatter by no more than 3 % of their mean, which is over 0.
+
+    That is the instant power; of cards without it, the 1-s mean.
+    """
+    instant_w = samples.instant_w[~np.isnan(samples.instant_w)]
+    values = instant_w if len(instant_w) else samples.average_w[~np.isnan(samples.average_w)]
+    return len(values) >= 5 and bool(values.mean() > 0 and values.std() <= STEADY_FRAC * values.mean())
 
 
 def disagreement(power_w: float, instant_w: float | None, average_w: float | None) -> tuple[float | None, str | None]:

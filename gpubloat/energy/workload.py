@@ -18,6 +18,7 @@ from gpubloat.energy.engines import sentence
 from gpubloat.errors import GpubloatError
 
 INPUTS = "inputs"
+_FRAMEWORKS = ("torch", "jax", "numpy", "transformers")
 _numbers = itertools.count()
 _folders: list[Path] = []  # of the workloads that are loaded now
 
@@ -136,7 +137,9 @@ def _execute(loader: Any, module: ModuleType, file: Path) -> None:
             f"{file} ends the program when it is loaded", 'put what it does under `if __name__ == "__main__":`'
         ) from None
     except Exception as error:
-        raise GpubloatError(f"{file} cannot be loaded{_place(error, file)}: {sentence(error)}") from error
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        hint = f"install it in this environment: pip install {missing}" if missing in _FRAMEWORKS else None
+        raise GpubloatError(f"{file} cannot be loaded{_place(error, file)}: {sentence(error)}", hint) from error
 
 
 def _place(error: BaseException, file: Path) -> str:

@@ -144,7 +144,8 @@ def two_systems(
         raise GpubloatError("the table has several subjects", "choose one")
     drawn = _folded_pairs(table, rows)
     size, unit = _unit(drawn[["a_step_j", "b_step_j"]].to_numpy(float))
-    top = float(np.nanmax(drawn[["a_step_j", "b_step_j"]].to_numpy(float) / size)) if len(drawn) else 1.0
+    known = drawn[["a_step_j", "b_step_j"]].to_numpy(float) / size
+    top = float(np.nanmax(known)) if not np.isnan(known).all() else 1.0
     is_rest = (drawn["kind"] == REMAINDER).to_numpy(bool)
     y = np.arange(len(drawn))
     lowest = 0.0

@@ -176,7 +176,11 @@ class Comparisons(Table):
     low_frac: Series[float] = column("lower end of its 95 % interval", nullable=True, le=1)
     high_frac: Series[float] = column("upper end", nullable=True, ge=0, le=1)
     wasteful: Series[str] = column("the side that takes more: A, B, or empty", isin=[*SIDES, ""])
-    time_ratio: Series[float] = column("time of the side that takes less energy over the other's", nullable=True, gt=0)
+    time_ratio: Series[float] = column(
+        "time of the side that takes less energy over the other's; B over A if energies are not known",
+        nullable=True,
+        gt=0,
+    )
     band_frac: Series[float] = column("the smallest share that may be claimed, by A against A", nullable=True, ge=0)
     a_call_j: Series[float] = column("energy of one call of A; empty if not measured", nullable=True, gt=0)
     b_call_j: Series[float] = column("the same of B", nullable=True, gt=0)

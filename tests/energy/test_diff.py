@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import sys
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from gpubloat import Run
 from gpubloat.energy.differences.flow import diff
 from gpubloat.energy.engines import Work
 from gpubloat.errors import DeviceError, GpubloatError
+from tests.energy.cards import Changed
 from tests.energy.rigs import Costs, Rig
 
 CASES = Path(__file__).parents[2] / "campaigns" / "energy" / "cases"
@@ -123,6 +125,45 @@ def test_other_inputs_are_no_waste(case: Callable[[str], Any]) -> None:
     assert not row["outputs_equal"]
 
 
+def test_functions_that_compute_something_else_get_no_advice(torch: Any) -> None:
+    def slow(x: Any) -> Any:
+        copy = x.clone()
+        return torch.relu(copy @ x)
+
+    x = torch.randn(32, 32)
+    row = diff(slow, lambda x: torch.sigmoid(x @ x), x, times_only=True, seconds=0.02)["comparisons"].iloc[0]
+    assert (row["cause"], row["outputs_equal"]) == ("unknown", False)
+    assert row["evidence"].startswith("the functions do not compute the same, from aten::relu.default of A (")
+    assert "aten::sigmoid.default of B" in row["evidence"]
+    assert "make the outputs equal first" in row["remedy"]
+
+
+def test_a_copy_comes_before_the_layout_that_it_makes(torch: Any) -> None:
+    x, w = torch.randn(300, 200), torch.randn(300, 200)
+    row = diff(
+        lambda x, w: x @ w.t().contiguous(), lambda x, w: x @ w.t(), x, w, times_only=True, seconds=0.02
+    )["comparisons"].iloc[0]  # fmt: skip
+    assert row["cause"] == "extra copy"
+
+
+def test_equal_outputs_without_a_number_say_nothing(torch: Any) -> None:
+    rig, x = Charged(), torch.randn(32, 32)
+    slow, fast = (
+        costing(rig, lambda x, f=f: f(x) * torch.nan, s, 500.0) for f, s in ((torch.sin, 3e-3), (torch.cos, 2e-3))
+    )
+    row = compared(rig, slow, fast, x)["comparisons"].iloc[0]
+    assert (row["verdict"], row["reason"]) == ("trade-off", "outputs were not compared")
+
+
+def test_settings_that_make_no_sense(torch: Any) -> None:
+    rig, x = Charged(), torch.ones(4)
+    for options in ({"band": float("nan")}, {"deadline_s": float("nan")}, {"deadline_s": -1.0}, {"n_blocks": 0}):
+        with pytest.raises(GpubloatError, match=r"band is nan|greater than 0"):
+            compared(rig, torch.sin, torch.sin, x, **options)
+    with pytest.raises(GpubloatError, match=r"^A: the function failed .*SystemExit: 3"):
+        compared(rig, lambda _: sys.exit(3), torch.sin, x)
+
+
 def test_waiting_for_the_host_saves_nothing(case: Callable[[str], Any]) -> None:
     """The side that lets the GPU wait takes less of its energy."""
     module, rig = case("eigenvalues"), Charged()
@@ -221,3 +262,46 @@ def test_times_only_needs_no_gpu(torch: Any) -> None:
     assert row["a_call_s"] > 0
     assert row["cause"] == "extra copy"
     assert run["comparisons"]["saved_frac"].isna().all()
+
+
+def test_what_returns_less_saves_nothing(torch: Any) -> None:
+    x, rig = torch.randn(64, 64), Charged()
+    a, b = costing(rig, lambda x: (x.sin(), x @ x), 3e-3, 500.0), costing(rig, lambda x: x.sin(), 2e-3, 500.0)
+    less = compared(rig, a, b, x)["comparisons"].iloc[0]
+    assert (less["verdict"], less["wasteful"]) == ("trade-off", "A")
+    assert less["reason"] == "A returns more: the other may have computed less"
+    a, b = costing(rig, lambda x: x.sin(), 3e-3, 500.0), costing(rig, lambda x: (x.sin(), x), 2e-3, 500.0)
+    assert compared(rig, a, b, x)["comparisons"]["verdict"].tolist() == ["waste"]
+
+
+def test_inputs_that_change_are_told(torch: Any) -> None:
+    x, rig = torch.ones(64), Charged()
+    a, b = costing(rig, lambda x: x.mul_(1.5), 2e-3, 500.0), costing(rig, lambda x: x * 1.5, 2e-3, 500.0)
+    notes = compared(rig, a, b, x)["comparisons"].iloc[0]["notes"]
+    assert "A changes what it is given: each call finds what the one before left" in notes
+    assert "B changes" not in notes
+
+
+def test_turned_outputs_are_told(torch: Any) -> None:
+    x, rig = torch.randn(64, 64), Charged()
+    a, b = costing(rig, lambda x: x.sin(), 3e-3, 500.0), costing(rig, lambda x: x.sin().t(), 2e-3, 500.0)
+    row = compared(rig, a, b, x)["comparisons"].iloc[0]
+    assert row["outputs_equal"]
+    assert "axes in another order in B: 0" in row["notes"]
+
+
+def test_one_product_for_three_computes_nothing_in_vain(torch: Any) -> None:
+    x, w, rig = torch.randn(8, 64), torch.randn(192, 64), Charged()
+    a = costing(rig, lambda x, w: [x @ part.t() for part in w.chunk(3)], 3e-3, 500.0)
+    b = costing(rig, lambda x, w: (x @ w.t()).split(64, -1), 2e-3, 500.0)
+    row = compared(rig, a, b, x, w)["comparisons"].iloc[0]
+    assert (row["verdict"], row["outputs_equal"], row["cause"]) == ("waste", True, "kernel choice")
+
+
+def test_a_power_of_zero_confirms_no_counter(torch: Any) -> None:
+    rig = Charged()
+    rig.meter = Changed(rig.meter, lambda one: dataclasses.replace(one, instant_w=0.0, average_w=0.0))  # type: ignore[assignment]
+    a, b = costing(rig, lambda x: x * 2, 3e-3, 500.0), costing(rig, lambda x: x + x, 2e-3, 500.0)
+    row = compared(rig, a, b, torch.ones(64))["comparisons"].iloc[0]
+    assert row["verdict"] == "not measured"
+    assert "no power signal answers" in row["reason"]

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 import pandas as pd
 import pytest
+from matplotlib.figure import Figure
 
 from gpubloat.errors import SchemaError
+from gpubloat.plots import energy as plots
 from gpubloat.tables import schema
 
 BLOCK = {"subject": "mlp", "side": "A", "order": 0, "seconds_s": 2.0, "n_calls": 900, "energy_j": 1200.0,
@@ -24,3 +28,11 @@ def test_a_block_that_was_not_measured_is_empty() -> None:
 def test_what_is_no_block(wrong: dict[str, object]) -> None:
     with pytest.raises(SchemaError, match=next(iter(wrong))):
         schema("energy", "blocks").check(pd.DataFrame([BLOCK | wrong]), "blocks")
+
+
+def test_two_systems_of_which_nothing_was_measured_are_drawn() -> None:
+    names = ["step_j", "error_j", "frac"]
+    row = {"subject": "s", "kind": "not measured", "name": "x$_y", "more_j": math.nan, "a_n": 1, "b_n": 1}
+    table = pd.DataFrame([row | {f"{side}_{name}": math.nan for side in "ab" for name in names}])
+    ax = plots.two_systems(table, ax=Figure().subplots())
+    assert ax.get_xlim()[1] > 0

@@ -81,14 +81,14 @@ def _refuse_unfit(fn: Any) -> None:
 def _called(fn: Callable[..., Any], args: tuple[Any, ...], recorder: _Recorder) -> Any:
     try:
         return fn(*args)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise GpubloatError(f"the function failed {recorder.place(error)}: {_sentence(error)}") from error
 
 
 _OUTERMOST = _called.__code__
 
 
-def _sentence(error: Exception) -> str:
+def _sentence(error: BaseException) -> str:
     text = str(error).strip().split("\n")[0].rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 

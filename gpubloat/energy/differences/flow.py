@@ -20,13 +20,13 @@ from gpubloat.energy.causes import Cause, causes
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.fix import fix
 from gpubloat.energy.differences.pair import Pair
-from gpubloat.energy.differences.regions import Found, by_time, measured_region, slow_side
+from gpubloat.energy.differences.regions import Found, by_time, measured_region, parted, slow_side, weight
 from gpubloat.energy.differences.rows import comparison_row, region_row
 from gpubloat.energy.engines import Engine, engine_for, sentence
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.measuring import failure_named, opened_meter, used_device
 from gpubloat.energy.meter import Meter, NotMeasured
-from gpubloat.energy.statistics import LEAST_BLOCKS, NO_DIFFERENCE, null_band, verdict
+from gpubloat.energy.statistics import LEAST_BLOCKS, NO_DIFFERENCE, TRADE_OFF, WASTE, Saved, Verdict, null_band, verdict
 from gpubloat.energy.timing import Timing
 from gpubloat.energy.timing import time as timed
 from gpubloat.errors import GpubloatError
@@ -34,6 +34,7 @@ from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 DEADLINE_S = 300.0
 TABLES = ["comparisons", "regions", "blocks"]
+_CHANGE_OUTPUTS = ("precision", "input data")  # causes that come with other outputs
 _TIMES_S = 0.5  # of a block that takes times only
 METHOD = {
     "match": "tensors of both are equal if their elements are, up to the order of axes, on two inputs if there are two",
@@ -92,6 +93,10 @@ def diff(
     """
     if out is not None:
         refuse_overwrite(Path(out), force)
+    if not deadline_s > 0 or n_blocks < LEAST_BLOCKS or (seconds is not None and not seconds > 0):
+        raise GpubloatError(f"times have to be greater than 0, and there are {LEAST_BLOCKS} blocks at least")
+    if band is not None and not 0 <= band < 1:
+        raise GpubloatError(f"band is {band}", "the share that A against A differs by: 0 to 1")
     sides = (args, args if b_args is None else b_args)
     names = names or tuple(str(getattr(fn, "__qualname__", type(fn).__name__)) for fn in (a, b))  # type: ignore[assignment]
     assert names is not None
@@ -113,6 +118,12 @@ def diff(
         fns = (lambda: a(*sides[0]), lambda: b(*sides[1]))
         pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s)
         pair.notes += [*matching.notes, *captures[0].notes, *captures[1].notes]
+        pair.notes += [
+            f"{side} changes what it is given: each call finds what the one before left"
+            for side, one in zip("AB", captures)
+            if {one.tensors[t].storage for op in one.ops for t in op.writes}
+            & {one.tensors[t].storage for t in one.inputs}
+        ]
         if again is None:
             pair.notes.append("tensors were matched on one input only")
         with RunWriter("energy", TABLES, out, force) as writer:
@@ -155,7 +166,10 @@ def _all(
     # After the profiler, launches can be slower for good: nothing but replays is measured behind it, and the fix.
     pair.timings = (_timed(pair, 0), _timed(pair, 1))
     pair.notes += whole.notes
-    pair.said = verdict(whole.saved, whole.time_ratio, pair.matching.outputs_equal, pair.band)
+    pair.said = verdict(whole.saved, whole.time_ratio, pair.outputs_equal, pair.band)
+    only = {"A": pair.matching.outputs.only_a, "B": pair.matching.outputs.only_b}
+    if pair.said.verdict == WASTE and isinstance(whole.saved, Saved) and only[whole.saved.wasteful]:
+        pair.said = Verdict(TRADE_OFF, f"{whole.saved.wasteful} returns more: the other may have computed less")
     differing = [region for region in pair.matching.regions if not region.is_same]
     found = [measured_region(pair, region, len(differing) == 1) for region in by_time(pair, differing)]
     cause = _cause(pair, found)
@@ -189,11 +203,16 @@ def _band(pair: Pair, given: float | None) -> float | NotMeasured:
 def _cause(pair: Pair, found: list[Found]) -> Cause | None:
     """Why the functions differ as wholes: the cause of the region with most of the difference.
 
-    If energies do not differ, only what concerns the host is told: its time may.
+    If energies do not differ, only what concerns the host is told: its time may. If outputs differ, and not by what the
+    cause itself is about, the functions do not compute the same: then it is told where they part, and no remedy.
     """
-    causes_ = [one.cause for one in found]
+    ranked = sorted(found, key=lambda one: weight(pair, one), reverse=True)
+    causes_ = [one.cause for one in ranked]
     if not found:
         causes_ = [causes(*pair.captures, None, *pair.timings, pair.hosts, slow=slow_side(pair.whole))]
     if pair.said.verdict == NO_DIFFERENCE:
         return next((cause for cause in causes_ if cause.kind.startswith("host")), None)
-    return next((cause for cause in causes_ if cause.kind != "unknown"), causes_[0])
+    best = next((cause for cause in causes_ if cause.kind != "unknown"), causes_[0])
+    if pair.outputs_equal or best.kind in _CHANGE_OUTPUTS:
+        return None if not found and best.kind == "unknown" else best
+    return parted(pair)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
+
+import numpy as np
 
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.blocks import Block
@@ -41,6 +44,14 @@ class Pair:
     said: Verdict = field(default_factory=lambda: Verdict(UNKNOWN, "it was not measured"))
     blocks: list[Block] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def outputs_equal(self) -> bool | None:
+        """None where outputs are equal but hold no number, so that nothing can be told by them."""
+        if not self.matching.outputs_equal:
+            return False
+        values = (self.captures[0].value(tensor) for tensor in self.captures[0].outputs)
+        return any(value is None or bool(np.isfinite(value).any()) for value in values) or None
 
     @property
     def compare_s(self) -> float:

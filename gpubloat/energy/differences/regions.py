@@ -38,12 +38,48 @@ class Found:
 def by_time(pair: Pair, regions: list[Region]) -> list[Region]:
     """Those with most difference in time first; without times, those with most operators."""
 
-    def weight(region: Region) -> tuple[float, int]:
-        times = [region_s(pair, side, region) for side in (0, 1)]
-        n = len(region.a_ops) + len(region.b_ops)
-        return (abs(times[0] - times[1]) if times[0] is not None and times[1] is not None else 0.0), n
+    def key(region: Region) -> tuple[float, int]:
+        return _apart_s(pair, region), len(region.a_ops) + len(region.b_ops)
 
-    return sorted(regions, key=weight, reverse=True)
+    return sorted(regions, key=key, reverse=True)
+
+
+def _apart_s(pair: Pair, region: Region) -> float:
+    times = [region_s(pair, side, region) for side in (0, 1)]
+    return abs(times[0] - times[1]) if times[0] is not None and times[1] is not None else 0.0
+
+
+def weight(pair: Pair, found: Found) -> tuple[bool, bool, float, float]:
+    """How much of the difference a region has, for `sorted`: energy where it was measured, else time.
+
+    Where only times are known, a layout that another side's copy has made comes behind the copy.
+    """
+    apart_j = 0.0
+    if found.alone is not None:
+        apart_j = found.alone.call_j or 0.0
+    elif found.comparison is not None and found.comparison.a.call_j and found.comparison.b.call_j:
+        apart_j = abs(found.comparison.a.call_j - found.comparison.b.call_j)
+    is_known = found.cause.kind != "unknown"
+    return is_known, bool(apart_j) or found.cause.kind != "layout", apart_j, _apart_s(pair, found.region)
+
+
+def parted(pair: Pair) -> Cause:
+    """Where functions begin to compute something else: the first operators without equal partners."""
+    firsts = [
+        next((capture.ops[i] for i in sorted(rest) if not capture.ops[i].is_view), None)
+        for capture, rest in zip(pair.captures, (pair.matching.a_rest, pair.matching.b_rest))
+    ]
+    told = [
+        f"{op.name} of {letter}" + (f" ({op.lines[0]})" if op.lines else "")
+        for letter, op in zip("AB", firsts)
+        if op is not None
+    ]
+    where = f"from {' and '.join(told)} on" if told else "and it is not known where"
+    a_line, b_line = (op.lines[0] if op is not None and op.lines else None for op in firsts)
+    return Cause(
+        "unknown", f"the functions do not compute the same, {where}", a_line, b_line,
+        "make the outputs equal first, or allow their difference by a tolerance",
+    )  # fmt: skip
 
 
 def region_s(pair: Pair, side: int, region: Region) -> float | None:
@@ -70,15 +106,17 @@ def measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
 
 def _said(pair: Pair, comparison: Comparison | None, alone: Alone | None, note: str) -> Verdict:
     if comparison is not None:
-        return verdict(comparison.saved, comparison.time_ratio, pair.matching.outputs_equal, pair.band)
+        return verdict(comparison.saved, comparison.time_ratio, pair.outputs_equal, pair.band)
     if alone is None or alone.call_j is None:
         return Verdict(UNKNOWN, note.removeprefix("not measured: ") or "only times were asked for")
-    if not pair.matching.outputs_equal:
+    if not pair.outputs_equal:
         return Verdict(UNKNOWN, "the other side does nothing here, and outputs differ")
     return Verdict(WASTE, "the other side does nothing here")
 
 
 def _measured(pair: Pair, region: Region) -> tuple[Comparison | None, Alone | None, str]:
+    if pair.meter is None:
+        return None, None, ""  # the timing pass has its times
     try:
         return _replayed(pair, region)
     except DeviceError:

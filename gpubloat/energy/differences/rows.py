@@ -70,5 +70,5 @@ def comparison_row(pair: Pair, whole: Comparison, cause: Cause | None, names: tu
     for letter, side in (("a", whole.a), ("b", whole.b)):
         row |= {f"{letter}_call_j": side.call_j, f"{letter}_active_j": side.active_j}
         row |= {f"{letter}_call_s": side.call_s, f"{letter}_host_s": side.host_s}
-    row |= {"outputs_equal": pair.matching.outputs_equal, "output_error": max(errors) if errors else None}
+    row |= {"outputs_equal": pair.outputs_equal, "output_error": max(errors) if errors else None}
     return row

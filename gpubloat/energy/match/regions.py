@@ -243,6 +243,9 @@ def _notes(missing: list[int], results: Outputs, pairs: tuple[Pair, ...], refine
     moved = ", ".join(f"{p.a} of A is {p.b} of B" for p in results.pairs if p.is_equal and p.a != p.b)
     if moved:
         notes.append(f"outputs come in another order: {moved}")
+    turned = ", ".join(str(p.a) for p in results.pairs if p.how is not None and p.how.how == "permute")
+    if turned:
+        notes.append(f"outputs of A that have their axes in another order in B: {turned}")
     for only, side, other in ((results.only_a, "A", "B"), (results.only_b, "B", "A")):
         if only:
             notes.append(f"{side} returns more outputs than {other}: {', '.join(map(str, only))}")
