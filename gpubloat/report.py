@@ -123,7 +123,7 @@ def _tensors(run: Run) -> list[tuple[str, str]]:
 
 _CASES = ["subject", "case", "verdict", *joules.SAVED, "wasteful", "time_ratio", "cause", "a_line", "b_line", "reason"]
 _REGIONS = ["region", "a_operators", "b_operators", "a_line", "b_line", *joules.SAVED, "verdict", "cause", "evidence"]
-_OPERATORS = ["name", "module", "line", "n_same", "step_j", "error_j", "step_frac", "method", "notes"]
+_OPERATORS = ["name", "module", "line", "n_same", "step_time_us", "step_j", "error_j", "step_frac", "method", "notes"]
 _ENERGY_TABLES = {"signals", "loads", "samples", "blocks", "operators", "closure", "regions", "comparisons"}
 
 
@@ -160,12 +160,14 @@ def _steps(operators: pd.DataFrame, closure: pd.DataFrame) -> list[tuple[str, st
     parts = []
     for (subject, side), mine in joules.by_operator(operators, closure).groupby(joules.STEP, sort=False):
         height = 0.8 + 0.19 * min(len(mine), 19)
-        title = f"Energy of {subject}, side {side}"
-        parts.append((title, _figure(lambda ax: energy_plots.operators(mine, ax=ax), height)))  # noqa: B023
+        if mine["step_j"].notna().any():
+            title = f"Energy of {subject}, side {side}"
+            parts.append((title, _figure(lambda ax: energy_plots.operators(mine, ax=ax), height)))  # noqa: B023
         is_rest = mine["kind"] == joules.REMAINDER
         shown = pd.concat([mine[~is_rest].head(30), mine[is_rest]])
-        for name in ("step_j", "error_j"):  # of microjoules, too, which three decimals would make 0
-            shown[name] = [None if pd.isna(value) else f"{value:.4g}" for value in shown[name]]
+        shown["step_time_us"] = 1e6 * shown["step_time_s"]
+        for name in ("step_time_us", "step_j", "error_j"):  # of microjoules, too, which three decimals would make 0
+            shown[name] = ["" if pd.isna(value) else f"{value:.4g}" for value in shown[name]]
         parts.append((f"Operators of {subject}, side {side}", _table(shown[_OPERATORS])))
     return parts
 

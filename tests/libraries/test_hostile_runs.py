@@ -66,13 +66,13 @@ def test_one_trace_inside_another_attaches_once() -> None:
 
 
 CHILD = """
-import signal, sys, time
+import os, signal, sys, time
 def clean(number, frame):
-    print("cleaned up after", number, flush=True)
+    os.write(1, f"cleaned up after {number}\\n".encode())  # print may be in the middle of "ready"
     sys.exit(7)
 for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
     signal.signal(number, clean)
-print("ready", flush=True)
+os.write(1, b"ready\\n")
 time.sleep(60)
 """
 PARENT = """
