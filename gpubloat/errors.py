@@ -30,6 +30,14 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def sentence(error: BaseException) -> str:
+    """The first line of what an exception says, after its name; of ours, what it says."""
+    if isinstance(error, GpubloatError):
+        return error.message
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+
+
 def _rebuild(cls: type[GpubloatError], args: tuple[object, ...], state: dict[str, object]) -> GpubloatError:
     error = cls.__new__(cls)
     error.args = args

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpubloat.errors import printable
+from gpubloat.errors import GpubloatError, printable
+from gpubloat.run import refuse_overwrite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -57,6 +58,15 @@ def _plain(value: Any) -> Any:
     if pd.isna(value):
         return None
     return value.item() if hasattr(value, "item") else value
+
+
+def two_folders(csv: Path | None, out: Path | None, force: bool) -> None:
+    """Refuse --csv and --out before anything is measured: the same folder, or one that is not to be overwritten."""
+    if csv is not None and out is not None and csv.resolve() == out.resolve():
+        raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
+    for folder in (csv, out):
+        if folder is not None:
+            refuse_overwrite(folder, force)
 
 
 def shown(frame: pd.DataFrame) -> pd.DataFrame:

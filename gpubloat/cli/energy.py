@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records
+from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, two_folders
 from gpubloat.errors import GpubloatError, printable
-from gpubloat.run import refuse_overwrite
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -39,11 +38,7 @@ def probe(
     from gpubloat.energy.loads import TorchLoads
     from gpubloat.energy.meter import NoDevice
 
-    if csv is not None and out is not None and csv.resolve() == out.resolve():
-        raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
-    for folder in (csv, out):
-        if folder is not None:
-            refuse_overwrite(folder, force)
+    two_folders(csv, out, force)
     meter = energy.open_meter(gpu)
     if isinstance(meter, NoDevice):
         raise meter.error()
@@ -85,15 +80,11 @@ def measure(
     from gpubloat.energy import measuring
     from gpubloat.energy.workload import workload
 
-    if csv is not None and out is not None and csv.resolve() == out.resolve():
-        raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
+    two_folders(csv, out, force)
     if grid is not None and times is None:
         raise GpubloatError("--grid needs --times", "say how often the function is called: --times N")
     if times is not None and times_only:
         raise GpubloatError("--times needs energies", "leave out --times-only")
-    for folder in (csv, out):
-        if folder is not None:
-            refuse_overwrite(folder, force)
     with workload(what) as work:
         run = measuring.measure(
             work.fn, *work.args, subject=work.name, deadline_s=deadline_s, times_only=times_only, out=out, force=force,
@@ -149,11 +140,7 @@ def diff(
     from gpubloat.energy.differences.flow import diff as diff_
     from gpubloat.energy.workload import kinds, workload
 
-    if csv is not None and out is not None and csv.resolve() == out.resolve():
-        raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
-    for folder in (csv, out):
-        if folder is not None:
-            refuse_overwrite(folder, force)
+    two_folders(csv, out, force)
     with workload(a) as one, workload(b, given=one.args) as other:
         is_alike = kinds(one.args) == kinds(other.args)
         again = one.make(1)

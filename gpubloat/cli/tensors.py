@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, shown
+from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, shown, two_folders
 from gpubloat.errors import GpubloatError, printable
-from gpubloat.run import refuse_overwrite, refuse_to_replace
+from gpubloat.run import refuse_to_replace
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -48,10 +48,7 @@ def stats(
     from gpubloat import tensors
     from gpubloat.analysis import tensors as analysis
 
-    if csv is not None:
-        if csv == out:
-            raise GpubloatError(f"--csv and --out are both {csv}", "name two folders")
-        refuse_overwrite(csv, force)
+    two_folders(csv, out, force)
     run = tensors.stats(files, columns=columns, max_rows=max_rows, out=out, force=force, command=command_line())
     if csv is not None:
         run.to_csv(csv, force=force)

@@ -11,9 +11,9 @@ from importlib import import_module
 from typing import Any, Protocol
 
 from gpubloat.energy.host import cpu_seconds
-from gpubloat.energy.replay import TARGET_S, Replay
+from gpubloat.energy.replay import TARGET_S, Replay, captured_graph
 from gpubloat.energy.sampler import Clock, WallClock
-from gpubloat.errors import GpubloatError, MissingToolError
+from gpubloat.errors import MissingToolError, sentence
 from gpubloat.optional import torch_module
 
 AS_CALLED, IN_A_GRAPH = "as called", "CUDA graph"
@@ -151,18 +151,8 @@ class TorchEngine:
             self._torch.cuda.empty_cache()
 
     def _captured(self, body: Callable[[], Any]) -> Callable[[], Any]:
-        torch = self._torch
         with self._device():
-            side = torch.cuda.Stream()
-            side.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(side):
-                body()  # libraries set themselves up outside of the graph
-            torch.cuda.current_stream().wait_stream(side)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                body()
-        replay: Callable[[], Any] = graph.replay
-        return replay
+            return captured_graph(self._torch, body)
 
     def _mark(self) -> Any:
         """What can be waited for, without the host spinning: that the GPU has come here."""
@@ -237,11 +227,3 @@ def _calls(fn: Callable[[], Any], finish: Callable[[], None], clock: Clock) -> i
         if took_s >= _TRIAL_S or n >= _MOST_CALLS:
             return max(1, min(_MOST_CALLS, math.ceil(TARGET_S * n / took_s))) if took_s > 0 else _MOST_CALLS
         n *= 4
-
-
-def sentence(error: BaseException) -> str:
-    """The first line of what an exception says."""
-    if isinstance(error, GpubloatError):
-        return error.message
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
 import time
 from typing import Any
 
-from gpubloat.errors import DeviceError, GpubloatError, MissingToolError
+from gpubloat.errors import DeviceError, GpubloatError
+from gpubloat.optional import torch_module
 
 SIDE = 8192  # of the matrices: about 1.5 ms a product on an H200
 PRODUCTS = 3
@@ -22,10 +22,7 @@ class TorchLoads:
     """
 
     def __init__(self, index: int = 0) -> None:
-        try:
-            self._torch = torch = importlib.import_module("torch")
-        except ImportError:
-            raise MissingToolError("PyTorch", "pip install torch") from None
+        self._torch = torch = torch_module()
         if not torch.cuda.is_available():
             raise DeviceError("absent", "PyTorch finds no CUDA device", "run `gpubloat doctor`")
         if not 0 <= index < torch.cuda.device_count():

@@ -16,14 +16,14 @@ from gpubloat.energy import meter as meters
 from gpubloat.energy import operators
 from gpubloat.energy.blocks import Block, trusted
 from gpubloat.energy.capture import Capture, capture
-from gpubloat.energy.engines import Engine, engine_for, sentence
+from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.meter import Meter, NoDevice
 from gpubloat.energy.operators import Group, Measured
 from gpubloat.energy.sampler import WallClock
 from gpubloat.energy.slope import Slope
 from gpubloat.energy.timing import Timing
 from gpubloat.energy.timing import time as timed
-from gpubloat.errors import DeviceError, GpubloatError
+from gpubloat.errors import DeviceError, GpubloatError, sentence
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 DEADLINE_S = 120.0

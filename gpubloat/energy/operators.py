@@ -18,11 +18,11 @@ import pandas as pd
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.blocks import Block, Net, net, why_not
 from gpubloat.energy.capture.records import Capture, Op
-from gpubloat.energy.engines import IN_A_GRAPH, Engine, Work, of_replay, sentence
+from gpubloat.energy.engines import IN_A_GRAPH, Engine, Work, of_replay
 from gpubloat.energy.meter import Meter
 from gpubloat.energy.replay import Refused, Replay, replayable
 from gpubloat.energy.timing import Timing
-from gpubloat.errors import DeviceError
+from gpubloat.errors import DeviceError, sentence
 
 NO_KERNEL = "no kernel"
 _ALLOCATIONS = ("aten::empty", "aten::new_empty")

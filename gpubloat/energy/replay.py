@@ -189,13 +189,18 @@ def graphed(body: Callable[[], None], device: Any) -> Callable[[], None]:
         raise GpubloatError("the tensors are on the CPU")
     torch = torch_module()
     with torch.no_grad(), torch.cuda.device(device):
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            body()  # libraries set themselves up outside of the graph
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            body()
+        return captured_graph(torch, body)
+
+
+def captured_graph(torch: Any, body: Callable[[], Any]) -> Callable[[], None]:
+    """What replays `body`, captured as a CUDA graph on the current device. Raises what `body` raises in a capture."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        body()  # libraries set themselves up outside of the graph
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        body()
     replay: Callable[[], None] = graph.replay
     return replay

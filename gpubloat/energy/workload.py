@@ -14,8 +14,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from gpubloat.energy.engines import sentence
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import GpubloatError, sentence
 
 INPUTS = "inputs"
 _FRAMEWORKS = ("torch", "jax", "numpy", "transformers")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +35,6 @@ class Charged(Rig):
     def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
         fn()
         return super().prepared(self._charged or fn, as_graph)
-
-
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    found = pytest.importorskip("torch")
-    threads = found.get_num_threads()
-    found.set_num_threads(1)
-    yield found
-    found.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +19,6 @@ from tests.energy.cards import IDLE_W, Changed, no_counter
 from tests.energy.rigs import Costs, Rig
 
 DEFAULT = Costs(0.001, 500.0)  # of every replay and of the step: no function of PyTorch takes virtual time
-
-
-@pytest.fixture
-def torch() -> Iterator[Any]:
-    """One thread: small operators on a busy machine wait for the second one."""
-    found = pytest.importorskip("torch")
-    threads = found.get_num_threads()
-    found.set_num_threads(1)
-    yield found
-    found.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from gpubloat.energy.capture.records import Call, Capture, Line, Op, Ref
 from gpubloat.energy.capture.store import KEEP_BYTES, SPILL_BYTES, Store
 from gpubloat.energy.capture.torchmodules import modules_watched
 from gpubloat.energy.capture.torchvalues import Values, dtype_name, tensors_in
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import GpubloatError, sentence
 from gpubloat.optional import torch_module
 
 # Operators that write into arguments although their signature does not say so: arguments 3 and 4 if 5 is true.
@@ -82,15 +82,10 @@ def _called(fn: Callable[..., Any], args: tuple[Any, ...], recorder: _Recorder) 
     try:
         return fn(*args)
     except (Exception, SystemExit) as error:
-        raise GpubloatError(f"the function failed {recorder.place(error)}: {_sentence(error)}") from error
+        raise GpubloatError(f"the function failed {recorder.place(error)}: {sentence(error)}") from error
 
 
 _OUTERMOST = _called.__code__
-
-
-def _sentence(error: BaseException) -> str:
-    text = str(error).strip().split("\n")[0].rstrip(".")
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _uncompiled() -> AbstractContextManager[Any]:

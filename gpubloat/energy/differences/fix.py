@@ -10,10 +10,9 @@ from gpubloat.energy.capture import capture
 from gpubloat.energy.causes import Cause, Switch
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.pair import Pair
-from gpubloat.energy.engines import sentence
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.statistics import NO_DIFFERENCE, UNKNOWN, Saved
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import GpubloatError, sentence
 
 
 @dataclass(frozen=True)

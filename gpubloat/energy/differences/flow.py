@@ -22,14 +22,14 @@ from gpubloat.energy.differences.fix import fix
 from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.differences.regions import Found, by_time, measured_region, parted, slow_side, weight
 from gpubloat.energy.differences.rows import comparison_row, region_row
-from gpubloat.energy.engines import Engine, engine_for, sentence
+from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.measuring import failure_named, opened_meter, used_device
 from gpubloat.energy.meter import Meter, NotMeasured
 from gpubloat.energy.statistics import LEAST_BLOCKS, NO_DIFFERENCE, TRADE_OFF, WASTE, Saved, Verdict, null_band, verdict
 from gpubloat.energy.timing import Timing
 from gpubloat.energy.timing import time as timed
-from gpubloat.errors import GpubloatError
+from gpubloat.errors import GpubloatError, sentence
 from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 
 DEADLINE_S = 300.0

@@ -8,11 +8,11 @@ from gpubloat.energy import blocks as measured
 from gpubloat.energy.causes import Cause, causes
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.pair import Pair
-from gpubloat.energy.engines import Work, of_replay, sentence
+from gpubloat.energy.engines import Work, of_replay
 from gpubloat.energy.match.regions import Region
 from gpubloat.energy.replay import Refused, replayable
 from gpubloat.energy.statistics import UNKNOWN, WASTE, Saved, Verdict, verdict
-from gpubloat.errors import DeviceError
+from gpubloat.errors import DeviceError, sentence
 
 
 @dataclass(frozen=True)
