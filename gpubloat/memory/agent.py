@@ -48,11 +48,12 @@ class Recorder:
         self.oom_path: str | None = None
         self.about: dict[str, Any] = {}
 
-    def begin(self) -> None:
-        """Start now if CUDA is initialised, else as soon as the program does that."""
+    def begin(self, is_initialising: bool = False) -> None:
+        """Start now if CUDA is initialised or about to be, else as soon as the program does that."""
         global _current
         _current = self
-        if self.torch.cuda.is_initialized():
+        # While it initialises, PyTorch holds the lock that `_lazy_call` would wait for.
+        if is_initialising or self.torch.cuda.is_initialized():
             self.start()
         else:
             self.torch.cuda._lazy_call(self.start)
@@ -236,8 +237,7 @@ def _claim(torch: Any) -> None:
             except FileExistsError:
                 continue
         recorder = Recorder(torch, path, int(os.environ[MAX_ENTRIES]), os.environ[STACKS], run, claim)
-        recorder.begin()
-        recorder.start()
+        recorder.begin(is_initialising=True)
         _register(recorder)
     except Exception as error:
         print(f"gpubloat: the memory of this process is not recorded: {error}", file=sys.stderr)

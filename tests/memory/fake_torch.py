@@ -1,6 +1,6 @@
 """A package `torch` without a GPU: it keeps the contract of the parts that a recorder touches, and a log of calls.
 
-Lazy calls run when CUDA is initialised, as in torch.cuda; the history can be on before; a ring drops what is oldest;
+Lazy calls run when CUDA is initialised, under the lock that queueing one takes, as in torch.cuda; the history can be on before; a ring drops what is oldest;
 an out-of-memory error calls the observers before it is raised, from a thread that holds the program.
 """
 
@@ -26,27 +26,35 @@ class version:
 from torch import cuda
 """
 _CUDA = '''
+import threading
 import torch
 from torch.cuda import memory
 class OutOfMemoryError(RuntimeError):
     pass
 _initialised = False
 _queued = []
+_initialization_lock = threading.Lock()
 def is_available():
     return {available!r}
 def is_initialized():
     return _initialised
 def _lazy_call(function, **_):
-    if _initialised:
-        function()
-    else:
-        _queued.append(function)
+    if not _initialization_lock.acquire(timeout=2):
+        raise RuntimeError("the real torch.cuda would wait for ever here")
+    try:
+        if _initialised:
+            function()
+        else:
+            _queued.append(function)
+    finally:
+        _initialization_lock.release()
 def init():
     global _initialised
     torch._C.log.append("init")
-    for function in _queued:
-        function()
-    _initialised = True
+    with _initialization_lock:
+        for function in _queued:
+            function()
+        _initialised = True
 def use(n=1, size=512):
     """Allocates n blocks."""
     if not _initialised:
