@@ -3,7 +3,7 @@
     python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
                                         [--cases gelu,tf32] [--deadline S] [--null-repeats 20]
 
-probe 70 s; repeats, six of one operator, 20 s; null, A against A, 22 s each; cases 45 to 80 s each; gpt2 by operator
+probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 22 s each; cases 45 to 80 s each; gpt2 by operator
 150 s; pairs 100 to 200 s each; overhead 60 s. Runs are written to DIR as they end. Cases of JAX run in programs of
 their own. What fails is told in DIR/failed.json and does not stop the rest.
 """
@@ -95,13 +95,23 @@ def write_blocks(campaign: Campaign, name: str, rows: pd.DataFrame, told: dict[s
 
 
 def repeats(campaign: Campaign) -> None:
-    """Six measurements of one operator, one after the other."""
-    work = campaign.engine.prepared(product(), True)
-    found = [blocks.block(work, campaign.meter, campaign.engine, 2.0, "product", order=n) for n in range(6)]
-    energies = [one.call_j for one in found if one.call_j is not None]
-    spread = (max(energies) - min(energies)) / statistics.mean(energies)
-    write_blocks(campaign, "repeats", pd.DataFrame([one.row() for one in found]), {"spread_frac": spread})
-    print(f"six repeats: spread {spread:.3%}")
+    """Six measurements of each of three operators, one after the other: at the power limit, bound by memory, small."""
+    large, small = torch.randn(1 << 28, device="cuda"), torch.randn(2048, 1024, device="cuda", dtype=torch.bfloat16)
+    target, weight = torch.empty_like(large), torch.ones(1024, device="cuda", dtype=torch.bfloat16)
+    acts = {
+        "product": product(),
+        "copy": lambda: target.copy_(large),
+        "layer_norm": lambda: torch.nn.functional.layer_norm(small, (1024,), weight),
+    }
+    rows, spread = [], {}
+    for name, act in acts.items():
+        work = campaign.engine.prepared(act, True)
+        found = [blocks.block(work, campaign.meter, campaign.engine, 2.0, name, order=n) for n in range(6)]
+        energies = [one.call_j for one in found if one.call_j is not None]
+        spread[name] = (max(energies) - min(energies)) / statistics.mean(energies) if len(energies) == 6 else None
+        rows += [one.row() for one in found]
+        print(f"six repeats of {name}: spread {spread[name]}")
+    write_blocks(campaign, "repeats", pd.DataFrame(rows), {"spread_frac": spread})
 
 
 def null_band_of(campaign: Campaign) -> float:

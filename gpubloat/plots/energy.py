@@ -148,7 +148,7 @@ def two_systems(
     top = float(np.nanmax(known)) if not np.isnan(known).all() else 1.0
     is_rest = (drawn["kind"] == REMAINDER).to_numpy(bool)
     y = np.arange(len(drawn))
-    lowest = 0.0
+    lowest, highest = 0.0, top
     for side, offset in (("a", -0.19), ("b", 0.19)):
         width, error = (drawn[f"{side}_{name}"].to_numpy(float) / size for name in ("step_j", "error_j"))
         color = SIDES[side.upper()]
@@ -159,12 +159,13 @@ def two_systems(
         sure = ~np.isnan(width) & ~np.isnan(error) & (drawn[f"{side}_n"].to_numpy(float) > 0)
         ax.errorbar(width[sure], y[sure] + offset, xerr=error[sure], **WHISKER)
         lowest = min(lowest, float(np.nanmin(width - np.nan_to_num(error), initial=0.0)))
+        highest = max(highest, float(np.nanmax(width + np.nan_to_num(error), initial=0.0)))
         for at in np.flatnonzero(np.isnan(width)):
             ax.text(top * 0.01, at + offset, NOT_MEASURED, va="center", fontsize=5.5, color="dimgrey")
     letters = _fitting(ax, 40, 22)
     ax.set_yticks(y, [_named(row, letters) for row in drawn.to_dict("records")], fontsize=SMALL, linespacing=0.8)
     ax.set_ylim(max(len(drawn), 1) - 0.4, -0.6)
-    ax.set_xlim(lowest * 1.1, max(top, 1e-12) * 1.06)
+    ax.set_xlim(lowest * 1.1, max(highest, 1e-12) * 1.06)
     ax.axvline(0, color="black", linewidth=0.6)
     ax.set_xlabel(f"energy of a step ({unit})")
     ax.grid(axis="x")
@@ -220,7 +221,7 @@ def cases(table: pd.DataFrame, *, with_cause: bool = True, ax: Axes | None = Non
     for at, row in enumerate(ours.to_dict("records")):
         color = VERDICT_COLORS[row["verdict"]]
         if pd.isna(row["saved_frac"]):
-            ax.text(100 * CLAIM + 1.5, at, NOT_MEASURED, va="center", fontsize=6, color="dimgrey")
+            ax.text(100 * CLAIM + 1.5, at - 0.2, NOT_MEASURED, va="center", fontsize=6, color="dimgrey")
             continue
         ax.plot([100 * row["low_frac"], 100 * row["high_frac"]], [at, at], color=color, linewidth=1.4, zorder=3)
         ax.plot([100 * row["saved_frac"]], [at], "o", color=color, markersize=4, markeredgewidth=0, zorder=4)
