@@ -225,8 +225,18 @@ def samples(out: Path) -> None:
         raw.unlink()
 
 
+def stress(out: Path) -> None:
+    """A million random operations of the stitching allocator; what was found is in run.json."""
+    words = [sys.executable, str(HERE / "stress.py"), "--operations", "1000000", "--share", "0.2"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=200)
+    found = json.loads(done.stdout.splitlines()[-1])
+    keep(out, "stress", {}, {"workload": "stress", "stress": found})
+    print(found["n_operations"], "operations, clean:", found["clean"])
+
+
 STEPS: dict[str, Callable[[Path], None]] = {
     "vmm": vmm,
+    "stress": stress,
     "samples": samples,
     "throughput": throughput,
     "batches": batches,

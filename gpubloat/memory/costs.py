@@ -46,20 +46,20 @@ class Costs:
         }
 
 
-# `fit` of data/measured/memory-h200-vmm (one H200, driver 580, 2 GiB in chunks of 2 MiB, no kernel running), rounded;
-# reserve and address_free are one call whatever the number of handles.
+# `fit` of data/measured/memory-h200-vmm (one H200 with no other process, 2 GiB in chunks of 2 MiB, no kernel running),
+# rounded; reserve and address_free are one call whatever the number of handles.
 CONSTANTS = Costs(
     {
-        "malloc": (850.0, 0.0),
-        "free": (960.0, 0.0),
-        "reserve": (25.0, 0.0),
-        "create": (0.0, 12.3),
-        "map": (0.0, 2.7),
-        "set_access": (0.0, 33.7),
-        "set_access_each": (0.0, 36.0),
-        "unmap": (0.0, 23.2),
-        "release": (0.0, 15.8),
-        "address_free": (37.0, 0.0),
+        "malloc": (370.0, 0.0),
+        "free": (630.0, 0.0),
+        "reserve": (19.0, 0.0),
+        "create": (0.0, 9.6),
+        "map": (0.0, 2.1),
+        "set_access": (0.0, 23.2),
+        "set_access_each": (0.0, 25.2),
+        "unmap": (0.0, 16.1),
+        "release": (0.0, 10.6),
+        "address_free": (29.0, 0.0),
     },
     "constants: one H200, 2 GiB in chunks of 2 MiB (memory-h200-vmm)",
 )

@@ -1,7 +1,8 @@
 """A package `torch` without a GPU: it keeps the contract of the parts that a recorder touches, and a log of calls.
 
-Lazy calls run when CUDA is initialised, under the lock that queueing one takes, as in torch.cuda; the history can be on before; a ring drops what is oldest;
-an out-of-memory error calls the observers before it is raised, from a thread that holds the program.
+Lazy calls run when CUDA is initialised, under the lock that queueing one takes, as in torch.cuda; the history can be on
+before; a ring drops what is oldest; an out-of-memory error calls the observers before it is raised, from a thread that
+holds the program.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_a_replay_sums_them(tmp_path: Path) -> None:
     row, calls = found["replays"].iloc[0], found["calls"]
     assert row["driver_s"] == pytest.approx(calls["cost_us"].sum() / 1e6)
     # 20 and 30 chunks are made, mapped and opened; then 50 are mapped and opened once more.
-    assert row["driver_s"] * 1e6 == pytest.approx(3 * 25 + 12.3 * 50 + 2.7 * 100 + 33.7 * 100)
+    assert row["driver_s"] * 1e6 == pytest.approx(3 * 19 + 9.6 * 50 + 2.1 * 100 + 23.2 * 100)
     assert (row["n_create"], row["n_map"], row["n_set_access"], row["n_reserve"]) == (50, 100, 3, 3)
     assert row["n_calls"] == 156
     assert row["last_call_event"] == len(run["events"]) - 1
