@@ -1,140 +1,48 @@
 """What packed rows are worth on one GPU: link, codec, other codecs, workloads; one CSV file for each step.
 
-python campaigns/tensors/codec.py FOLDER --out OUT [--steps link,codec,peers,workloads] [--deadline SECONDS] [--dry]
+python campaigns/tensors/codec.py FOLDER --out OUT [--steps link,codec,peers,workloads,gnn] [--deadline SECONDS]
+                                  [--dry]
 
-FOLDER holds matrices as .npy, floating point. Rows are written as they are measured; what fails is a row, too. With
---dry everything is tiny and runs on the CPU, by the reference: the figures mean nothing, the script is gone through.
+FOLDER holds matrices as .npy, floating point. Rows are written as they are measured; what fails is a row, too. `gnn`
+(see gnn.py) needs torch-geometric. With --dry everything is tiny and runs on the CPU, by the reference: the figures
+mean nothing, the script is gone through.
 """
 
 from __future__ import annotations
 
 import argparse
-import csv
 import importlib
 import json
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from gnn import gnn
+from timing import FEATURES, MIB, Campaign, HostRows, features, nothing_removed, same
 
 from gpubloat.run import provenance
 from gpubloat.tensors import codebook, packing
-from gpubloat.tensors.gpu import device, hostmemory
+from gpubloat.tensors.gpu import device
 from gpubloat.tensors.gpu.offload import offload
 from gpubloat.tensors.gpu.rowcache import RowCache
-from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes
+from gpubloat.tensors.gpu.torchuse import PackedTensor
 
-MIB = 1 << 20
-STEPS = ("link", "codec", "peers", "workloads")
-REPEAT = 7
+STEPS = ("link", "codec", "peers", "workloads", "gnn")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# Rows, columns, share of values that are not zero, of the public sets whose features these stand for.
-FEATURES = {"cora": (2708, 1433, 0.0127), "citeseer": (3327, 3703, 0.0086), "pubmed": (19717, 500, 0.1)}
 PEERS = ("LZ4", "Snappy", "GDeflate", "Deflate", "Zstd", "Cascaded", "Bitcomp", "ANS")
 METHOD = {
     "time": "median of 7 after one that is not counted, variants in turn; CUDA events around what is called",
     "moved_bytes": "packed or plain bytes that are read from the source; raw_bytes is what arrives",
     "gather_raw": "the decoder on rows that are all stored raw: its own reads, nothing saved",
     "gather_plain": "a kernel that copies plain rows",
+    "gnn": "medians of ten batches after two that are not counted, ways in turn; see campaigns/tensors/gnn.py",
     "repeated": "rows are repeated until the matrix does not fit into the caches of the GPU",
 }
-
-
-class Campaign:
-    """Where results go, what time is left, and how long things take."""
-
-    def __init__(self, out: Path, deadline_s: float, dry: bool) -> None:
-        self.out, self.dry = out, dry
-        self.until = time.monotonic() + deadline_s
-        self.where = torch.device("cpu" if dry else "cuda:0")
-        self.files: dict[str, tuple[Any, csv.DictWriter[str]]] = {}
-
-    @property
-    def late(self) -> bool:
-        return time.monotonic() > self.until
-
-    def write(self, name: str, row: dict[str, Any]) -> None:
-        """Append to NAME.csv, whose columns are those of the first row and `failed`."""
-        if name not in self.files:
-            file = (self.out / f"{name}.csv").open("w", newline="", encoding="utf-8")
-            writer = csv.DictWriter(file, [*row, *(["failed"] if "failed" not in row else [])], restval="")
-            writer.writeheader()
-            self.files[name] = file, writer
-        file, writer = self.files[name]
-        writer.writerow(row)
-        file.flush()
-
-    def fail(self, step: str, what: str) -> None:
-        """Note the exception that is being handled, and go on."""
-        self.write("failures", {"step": step, "what": what, "trace": traceback.format_exc()})
-
-    def seconds(self, act: Callable[[], Any]) -> float:
-        if self.dry:
-            begun = time.perf_counter()
-            act()
-            return time.perf_counter() - begun
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        first.record()
-        act()
-        last.record()
-        last.synchronize()
-        return first.elapsed_time(last) / 1000
-
-    def compare(self, name: str, about: dict[str, Any], variants: dict[str, tuple[int, Callable[[], Any]]]) -> None:
-        """Time variants in turn. Each is (bytes that move, what to call); one that fails is written as such."""
-        times: dict[str, list[float]] = {variant: [] for variant in variants}
-        failed: dict[str, str] = {}
-        for turn in range(1 + (2 if self.dry else REPEAT)):
-            for variant, (_, act) in variants.items():
-                if variant not in failed:
-                    try:
-                        took = self.seconds(act)
-                    except Exception as error:
-                        failed[variant] = f"{type(error).__name__}: {error}"[:300]
-                        continue
-                    if turn:
-                        times[variant].append(took)
-        for variant, (moved, _) in variants.items():
-            found = times[variant] or [float("nan")]
-            self.write(name, {
-                **about, "variant": variant, "moved_bytes": moved, "median_s": statistics.median(found),
-                "least_s": min(found), "most_s": max(found), "failed": failed.get(variant, ""),
-            })  # fmt: skip
-
-
-class HostRows:
-    """Plain rows (n, row_bytes) in host memory that the GPU reads; on the CPU, just rows."""
-
-    def __init__(self, campaign: Campaign, data: np.ndarray) -> None:
-        self.n, self.row_bytes = data.shape
-        self.pinned = None if campaign.dry else hostmemory.Pinned(data)
-        self.tensor = torch.from_numpy(data.copy() if self.pinned is None else self.pinned.array)
-        self.error = torch.zeros(1, dtype=torch.int32, device=campaign.where)
-
-    def read(self, indices: Any, out: Any, row_bytes: int = 0) -> None:
-        """Rows of `row_bytes`, counted from the begin of the memory."""
-        size = row_bytes or self.row_bytes
-        if self.pinned is None:
-            out.copy_(self.tensor.reshape(-1)[: self.tensor.numel() // size * size].view(-1, size)[indices])
-        else:
-            device.read_rows(self.pinned.address, self.n * self.row_bytes // size, size, indices, out, self.error)
-
-    def copy(self, out: Any) -> None:
-        """The copy engine's way, from the begin."""
-        if self.pinned is None:
-            as_bytes(out).copy_(self.tensor.reshape(-1)[: out.numel() * out.element_size()])
-        else:
-            self.pinned.copy_to(out, 0, out.numel() * out.element_size())
-
-    def close(self) -> None:
-        if self.pinned is not None:
-            self.pinned.close()
 
 
 def link(campaign: Campaign, _: Path) -> None:
@@ -164,19 +72,6 @@ def link(campaign: Campaign, _: Path) -> None:
         host.close()
 
 
-def features(name: str, seed: int = 0) -> np.ndarray:
-    """A bag of words at the density of a public set, as 0 and 1; of Pubmed, as there, TF-IDF in rows of norm 1."""
-    n, m, density = FEATURES[name]
-    rng = np.random.default_rng(seed)
-    share = 1 / (np.arange(m) + 20.0)
-    share = np.minimum(share * density * m / share.sum(), 0.9)
-    words = (rng.random((n, m)) < share).astype(np.float32)
-    if name == "pubmed":
-        words *= rng.integers(1, 9, (n, m)) * np.log(1 / share)
-        words /= np.maximum(np.linalg.norm(words, axis=1, keepdims=True), 1e-9)
-    return words.astype(np.float32)
-
-
 def matrices(campaign: Campaign, folder: Path) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(name, dtype, matrix) of all files and features; files are cast, features only where that loses nothing."""
     for path in sorted(folder.glob("*.npy")):
@@ -186,11 +81,6 @@ def matrices(campaign: Campaign, folder: Path) -> Iterator[tuple[str, str, torch
     for name in FEATURES:
         x = torch.from_numpy(features(name))[: 100 if campaign.dry else None]
         yield from ((name, kind, x.to(dtype)) for kind, dtype in DTYPES.items())
-
-
-def same(a: Any, b: Any) -> bool:
-    """Equal bits."""
-    return torch.equal(as_bytes(a.contiguous()).cpu(), as_bytes(b.contiguous()).cpu())
 
 
 def codec(campaign: Campaign, folder: Path) -> None:
@@ -214,11 +104,8 @@ def one_codec(campaign: Campaign, about: dict[str, Any], x: torch.Tensor) -> Non
     begun = time.perf_counter()
     packed = packing.pack(x, book)
     pack_s = time.perf_counter() - begun
-    plain_book = codebook.Codebook(
-        book.chunk_bits, book.dtype, book.row_shape, *(np.zeros_like(book.mask) for _ in range(3))
-    )  # fmt: skip
     about |= {"n_rows": len(x), "row_bytes": packed.row_bytes, "raw_bytes": packed.raw_bytes, "repeated": repeated}
-    held, raw_rows = PackedTensor(packed), PackedTensor(packing.pack(x, plain_book, "slots"))
+    held, raw_rows = PackedTensor(packed), PackedTensor(packing.pack(x, nothing_removed(book), "slots"))
     plain = HostRows(campaign, x.view(torch.uint8).numpy())
     if not campaign.dry:
         held.pin()
@@ -331,8 +218,7 @@ def workloads(campaign: Campaign, _: Path) -> None:
     n_batches = 2 if campaign.dry else 24
     batches = [torch.from_numpy(popular[np.minimum(rng.zipf(1.2, batch), n) - 1]) for _ in range(n_batches)]
     book = codebook.fit(table[: 1 << 17])
-    none = codebook.Codebook(book.chunk_bits, book.dtype, book.row_shape, *(np.zeros_like(book.mask) for _ in range(3)))
-    for kind, chosen in (("packed", book), ("raw", none)):
+    for kind, chosen in (("packed", book), ("raw", nothing_removed(book))):
         held = PackedTensor(packing.pack(table, chosen))
         if not campaign.dry:
             held.pin()
@@ -421,10 +307,11 @@ def main() -> None:
         found = torch.cuda.get_device_properties(0)
         about["gpus"] = [{"name": found.name, "memory_bytes": found.total_memory, "sms": found.multi_processor_count}]
     (given.out / "about.json").write_text(json.dumps(about, indent=1) + "\n", encoding="utf-8")
+    acts = dict(zip(STEPS, (link, codec, peers, workloads, gnn)))
     for step in steps:
         begun = time.monotonic()
         try:
-            globals()[step](campaign, given.folder)
+            acts[step](campaign, given.folder)
         except Exception:
             campaign.fail(step, "")
         print(f"{step}: {time.monotonic() - begun:.1f} s", file=sys.stderr, flush=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar, cast
@@ -11,7 +12,16 @@ from numba import njit  # type: ignore[import-untyped]
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
 
-THREADS = 2
+_MOST_THREADS = 16  # more wait for memory
+
+
+def _cores() -> int:
+    """Cores that this process may use: fewer than the machine has in a container or under taskset."""
+    mine = getattr(os, "sched_getaffinity", None)  # of Linux
+    return len(mine(0)) if mine is not None else os.cpu_count() or 1
+
+
+THREADS = min(_cores(), _MOST_THREADS)
 _ENOUGH_BYTES = 1 << 20  # for a second thread: starting one takes as long as the work on fewer
 
 
