@@ -6,6 +6,7 @@ an element as it is stored, as an unsigned integer; bit 0 is the least significa
 
 from __future__ import annotations
 
+import pandas as pd
 from pandera.typing import Series
 
 from gpubloat.tables.base import Table, column
@@ -138,5 +139,32 @@ class Codecs(Table):
     saving_frac: Series[float] = column("share of the raw bytes that is saved", nullable=True, le=1)
 
 
+PARTS = (
+    "link",  # plain bytes out of host memory, by the copy engine and by reads of the GPU
+    "codec",  # one matrix, packed and plain, from host memory and from that of the GPU
+    "nvcomp",  # the same matrix by the codecs of nvCOMP, in memory of the GPU
+    "embedding", "linear", "gnn", "kv cache",  # workloads
+)  # fmt: skip
+
+
+class Rates(Table):
+    """One row = one way to move or decode data on a GPU, timed. Ways of one part and subject were timed in turn."""
+
+    part: Series[str] = column("what was measured", isin=list(PARTS))
+    subject: Series[str] = column("tensor or workload; empty for the link")
+    dtype: Series[str] = column("type of its elements; empty for bytes")
+    way: Series[str] = column("how")
+    n_rows: Series[pd.Int64Dtype] = column("rows that arrive; empty where there are none", nullable=True, ge=0)
+    row_bytes: Series[pd.Int64Dtype] = column("size of a row as it arrives", nullable=True, ge=0)
+    memory_bytes: Series[pd.Int64Dtype] = column("size of what is read from, where it matters", nullable=True, ge=0)
+    raw_bytes: Series[float] = column("what arrives", nullable=True, ge=0)
+    moved_bytes: Series[float] = column("what is read for it: packed, or the same", nullable=True, ge=0)
+    median_s: Series[float] = column("time; empty where it failed", nullable=True, ge=0)
+    least_s: Series[float] = column("least of the times, if several are kept", nullable=True, ge=0)
+    most_s: Series[float] = column("greatest of the times, if several are kept", nullable=True, ge=0)
+    is_equal: Series[pd.BooleanDtype] = column("what arrives has the right bits; empty if not compared", nullable=True)
+    notes: Series[str] = column("why it failed, or what else is known")
+
+
 TABLES: dict[str, type[Table]] = {"tensors": Tensors, "bits": Bits, "columns": Columns, "savings": Savings}
-EXTRA_TABLES: dict[str, type[Table]] = {"codecs": Codecs}  # of campaigns
+EXTRA_TABLES: dict[str, type[Table]] = {"codecs": Codecs, "rates": Rates}  # of campaigns
