@@ -81,9 +81,11 @@ def main() -> None:
         found = match(a, b, (again[0], again[1]))
         seconds = time.perf_counter() - captured
         differ = sum(not region.is_same for region in found.regions)
+        largest = max(len(region.a_ops) + len(region.b_ops) for region in found.regions)
         print(
             f"{n:5} tokens: {len(a.ops)} x {len(b.ops)} operators, captured four times in {captured - begun:.1f} s, "
             f"matched in {seconds:.2f} s: {len(found.regions)} regions, {differ} differ, "
+            f"the largest of {largest} operators of both sides, "
             f"{len(found.a_rest)} + {len(found.b_rest)} operators left over, outputs equal: {found.outputs_equal}",
             flush=True,
         )

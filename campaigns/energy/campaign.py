@@ -3,9 +3,9 @@
     python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
                                         [--cases gelu,tf32] [--deadline S] [--null-repeats 20]
 
-probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 22 s each; cases 45 to 80 s each; gpt2 by operator
-150 s; pairs 100 to 200 s each; overhead 60 s. Runs are written to DIR as they end. Cases of JAX run in programs of
-their own. What fails is told in DIR/failed.json and does not stop the rest.
+probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 22 s each; cases 60 to 100 s each; gpt2
+by operator 150 s; pairs 100 to 200 s each; overhead 60 s. Runs are written to DIR as they end. Cases of JAX run in
+programs of their own. What fails is told in DIR/failed.json and does not stop the rest.
 """
 
 from __future__ import annotations

@@ -374,6 +374,22 @@ def test_work_done_twice_is_one_region_on_one_side() -> None:
     assert (["exp", "tanh"], []) in different(a, b, found)
 
 
+def test_a_product_is_compared_with_a_product_and_not_with_a_copy_in_its_shape() -> None:
+    def program_of(kind: str) -> Capture:
+        program = Program()
+        x, weight = program.input(normal(T, D)), program.input(normal(D, H * D, seed=1))
+        if kind == "two":
+            out = program.op("clone", heads, program.op("mm", np.matmul, x, weight))
+        else:
+            out = program.op("bmm", lambda v, w: np.stack(np.split(v @ w, H, 1)), x, weight)
+        return program.finish(program.op("tanh", np.tanh, out))
+
+    a, b = program_of("two"), program_of("one")
+    found = match(a, b)
+    assert_conserved(a, b, found)
+    assert different(a, b, found) == [(["mm"], ["bmm"]), (["clone"], [])]
+
+
 def test_branches_in_another_order_still_match() -> None:
     def program_of(order: tuple[int, int]) -> Capture:
         program = Program()

@@ -11,7 +11,7 @@ from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.engines import Work, of_replay
 from gpubloat.energy.match.regions import Region
 from gpubloat.energy.replay import Refused, replayable
-from gpubloat.energy.statistics import UNKNOWN, WASTE, Saved, Verdict, verdict
+from gpubloat.energy.statistics import TRADE_OFF, UNKNOWN, WASTE, Saved, Verdict, verdict
 from gpubloat.errors import DeviceError, sentence
 
 
@@ -98,19 +98,21 @@ def measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
     said = pair.said
     if not (is_only and _is_all(pair, region)):
         comparison, alone, note = _measured(pair, region)
-        said = _said(pair, comparison, alone, note)
+        said = _said(pair, region, comparison, alone, note)
     slow = slow_side(comparison) if alone is None else "ab"[alone.side]
     cause = causes(*pair.captures, region, *pair.timings, pair.hosts, slow=slow)
     return Found(region, comparison, alone, said, cause, note)
 
 
-def _said(pair: Pair, comparison: Comparison | None, alone: Alone | None, note: str) -> Verdict:
+def _said(pair: Pair, region: Region, comparison: Comparison | None, alone: Alone | None, note: str) -> Verdict:
     if comparison is not None:
         return verdict(comparison.saved, comparison.time_ratio, pair.outputs_equal, pair.band)
     if alone is None or alone.call_j is None:
         return Verdict(UNKNOWN, note.removeprefix("not measured: ") or "only times were asked for")
     if not pair.outputs_equal:
         return Verdict(UNKNOWN, "the other side does nothing here, and outputs differ")
+    if region.is_preparation:
+        return Verdict(TRADE_OFF, "the other side does nothing here, but may do more where this is used")
     return Verdict(WASTE, "the other side does nothing here")
 
 

@@ -101,7 +101,8 @@ def _note(
 def aligned(flows: tuple[Graph, Graph], of_a: Iterable[int], of_b: Iterable[int]) -> list[tuple[int, int]]:
     """Which members of a class correspond, one to one and in the order they were made; the others are copies.
 
-    As many as there are, then those made by operators of the same name, then of the same shape, then the earlier ones.
+    As many as there are, then those made by operators of the same name, then the earlier ones: a later one may have the
+    shape of its partner and be but a copy of what was computed.
     """
     members = [sorted(v, key=lambda t, f=flow: (f.makers.get(t, -1), t)) for flow, v in zip(flows, (of_a, of_b))]  # type: ignore[misc]
     xs, ys = members
@@ -127,7 +128,6 @@ def aligned(flows: tuple[Graph, Graph], of_a: Iterable[int], of_b: Iterable[int]
 
 
 def _likeness(flows: tuple[Graph, Graph], x: int, y: int) -> int:
-    a, b = flows
-    makers = a.makers.get(x), b.makers.get(y)
+    makers = [flow.makers.get(value) for flow, value in zip(flows, (x, y))]
     names = [None if m is None else flow.capture.ops[m].name for flow, m in zip(flows, makers)]
-    return 8 + 4 * (names[0] == names[1]) + 1 * (a.capture.tensors[x].shape == b.capture.tensors[y].shape)
+    return 2 + (names[0] == names[1])

@@ -2,13 +2,17 @@
 
 Each side falls apart where its tensors have equals on the other side. The parts that make corresponding values belong
 together; parts that only make what the other side has already are work that one side does in addition.
+
+A value that one side alone has joins what makes it and what reads it, as in a chain that the other side has fused. Not
+so what is prepared for many: one mask would join all layers. Preparations are regions of their own, or belong to the
+only region that uses them.
 """
 
 from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from gpubloat.energy.match.classes import Classes
@@ -28,22 +32,34 @@ class Parts:
     rest: tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def parts(flows: tuple[Graph, Graph], classes: Classes, pairs: Iterable[tuple[int, int]]) -> Parts:
-    """pairs : corresponding values (of A, of B), all of which have a class."""
+def parts(
+    flows: tuple[Graph, Graph],
+    classes: Classes,
+    pairs: Iterable[tuple[int, int]],
+    prepared: tuple[Set[int], Set[int]] = (frozenset(), frozenset()),
+) -> Parts:
+    """pairs : corresponding values (of A, of B), all of which have a class. prepared : `cuts.preparations` of both."""
     union = _Union()
     live = [_live(flow, side, classes) for side, flow in enumerate(flows)]
+    uses: list[tuple[Node, Node]] = []  # preparation, what reads it
     for side, flow in enumerate(flows):
         for reader in sorted(live[side]):
             for edge in flow.edges_in[reader]:
                 if (side, flow.value[edge.tensor]) not in classes and edge.maker in live[side]:
-                    union.join((side, edge.maker), (side, reader))
+                    ends = (side, edge.maker), (side, reader)
+                    if edge.maker in prepared[side] and reader not in prepared[side]:
+                        uses.append(ends)
+                    else:
+                        union.join(*ends)
     linked = set()
     for x, y in pairs:
         makers = [(side, flow.makers[v]) for side, (flow, v) in enumerate(zip(flows, (x, y))) if v in flow.makers]
         linked.update(makers)
         if len(makers) == 2:
             union.join(*makers)
-    _join_extras(flows, live, union, linked)
+    _join_preparations(flows, live, union, uses)
+    apart = {union.root(maker) for maker, reader in uses if union.root(maker) != union.root(reader)}
+    _join_extras(flows, live, union, linked, apart)
     _join_cycles(flows, live, union)
     return _collected(flows, live, union)
 
@@ -68,12 +84,48 @@ def _edges(flow: Graph, side: int, live: set[int], union: _Union) -> Iterator[tu
                 yield union.root((side, edge.maker)), reader
 
 
-def _join_extras(flows: tuple[Graph, Graph], live: Sequence[set[int]], union: _Union, linked: set[Node]) -> None:
-    """What only one side does is one region as far as it hangs together: repeating heads is a chain of copies."""
+def _join_preparations(
+    flows: tuple[Graph, Graph], live: Sequence[set[int]], union: _Union, uses: list[tuple[Node, Node]]
+) -> None:
+    """To the region that uses it, if it is the only one, or if it does nothing but show a part; and both sides' to
+    each other if a region uses both: they may be the same tables, made in other ways.
+    """
+    working = {
+        (union.root((side, op)), side)
+        for side, flow in enumerate(flows)
+        for op in live[side]
+        if not flow.capture.ops[op].is_view
+    }
+    users: dict[Node, dict[tuple[Node, int], None]] = defaultdict(dict)
+    for maker, reader in uses:
+        users[union.root(maker)][union.root(reader), reader[0]] = None
+    for maker, regions in users.items():
+        only = len({region for region, _ in regions}) == 1
+        for region in regions:
+            if only or region not in working:
+                union.join(maker, region[0])
+    used: dict[Node, tuple[list[Node], list[Node]]] = defaultdict(lambda: ([], []))
+    for maker, reader in uses:
+        if union.root(maker) != union.root(reader):
+            used[union.root(reader)][maker[0]].append(maker)
+    for of_a, of_b in used.values():
+        for one in of_a if of_b else ():
+            for other in of_b:
+                union.join(one, other)
+
+
+def _join_extras(
+    flows: tuple[Graph, Graph], live: Sequence[set[int]], union: _Union, linked: set[Node], prepared: set[Node]
+) -> None:
+    """What only one side does is one region as far as it hangs together: repeating heads is a chain of copies.
+
+    prepared : groups that hang together with many, and only join each other.
+    """
     with_partner = {union.root(node) for node in linked}
     for side, flow in enumerate(flows):
         for maker, reader in list(_edges(flow, side, live[side], union)):
-            if union.root(maker) not in with_partner and union.root(reader) not in with_partner:
+            ends = {union.root(maker), union.root(reader)}
+            if ends.isdisjoint(with_partner) and len(ends & prepared) != 1:
                 union.join(maker, reader)
 
 

@@ -1,4 +1,7 @@
-"""Anchors: cuts of A and B with equal tensors, in the same order on both sides; which other pairs fit between."""
+"""Anchors: cuts of A and B with equal tensors, in the same order on both sides; which other pairs fit between.
+
+Between two anchors is a stage. What several stages need was not made by the data that passes through the anchors.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from gpubloat.energy.match.graph import Graph
+from gpubloat.energy.match.graph import Graph, data_free
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,24 @@ def between(flow: Graph, anchors: Sequence[int]) -> Between:
     for op in reversed(range(flow.n)):
         until[op] = number.get(op) or min((until[e.reader] for e in flow.edges_out[op]), default=len(anchors) + 1)
     return Between(tuple(after), tuple(until))
+
+
+def preparations(flow: Graph, anchors: Sequence[int]) -> set[int]:
+    """Operators beside the data that passes through the anchors: data-free ones, and those that several stages need.
+
+    A mask, cast once for all layers, is one of them. What depends on an anchor never is: it reaches later stages
+    through later anchors only.
+    """
+    spans = between(flow, anchors)
+    last = [0] * flow.n  # stage that needs an operator directly, or by way of others before the anchors
+    for op in reversed(range(flow.n)):
+        if not spans.after[op]:
+            last[op] = max((last[e.reader] for e in flow.edges_out[op]), default=0)
+        elif spans.until[op] <= len(anchors):  # otherwise it leaves for an output of its own, such as a cache
+            last[op] = spans.until[op]
+    shared = {op for op in range(flow.n) if last[op] > spans.until[op]}
+    free = data_free(flow)
+    return shared | free if free.isdisjoint(anchors) else shared
 
 
 def fits(a: tuple[int, int], b: tuple[int, int]) -> bool:

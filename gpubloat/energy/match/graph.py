@@ -157,28 +157,48 @@ def _common(parent: list[int | None], a: int, b: int) -> int:
     return a
 
 
+def data_free(flow: Graph) -> set[int]:
+    """Operators that read no input, nor what was made of one: a range, a causal mask, tables of rotations."""
+    found: set[int] = set()
+    for op in flow.capture.ops:
+        if all(flow.value[t] in flow.makers for t in op.inputs) and found.issuperset(flow.before(op.index)):
+            found.add(op.index)
+    return found
+
+
 def cuts(flow: Graph) -> list[int]:
-    """Operators on every path from source to sink, in order: the dominators of the sink.
+    """Operators on every path from source to sink, in order: the post-dominators of the source.
 
     Weights enter everywhere, and caches leave everywhere, so a source before all inputs and a sink behind all outputs
-    would leave no cut. Source and sink are the ends of the longest way from any operator to one that makes an output.
+    would leave no cut. Source and sink are the ends of the longest way to an output; but a mask may take a long way
+    around all layers, so no source has less than half the cuts of another, nor is data-free where another is not.
     """
-    before = [flow.before(op) for op in range(flow.n)]
-    depth = [0] * flow.n
-    for op in range(flow.n):
-        depth[op] = max((depth[i] + 1 for i in before[op]), default=0)
-    ends = [flow.makers[v] for v in (flow.value[t] for t in flow.capture.outputs) if v in flow.makers]
+    ends = {flow.makers[v] for v in (flow.value[t] for t in flow.capture.outputs) if v in flow.makers}
     if not ends:
         return []
+    depth = [0] * flow.n
+    for op in range(flow.n):
+        depth[op] = max((depth[i] + 1 for i in flow.before(op)), default=0)
     sink = max(ends, key=lambda op: (depth[op], -op))
-    source = sink
-    while before[source]:
-        source = max(before[source], key=lambda op: (depth[op], -op))
-    parent = dominators(before, source)
-    chain, node = [sink], sink
-    while node != source:
-        above = parent[node]
+    last = flow.n - 1
+    # Numbered from the last operator on, dominators are post-dominators.
+    turned = [[last - edge.reader for edge in flow.edges_out[last - node]] for node in range(flow.n)]
+    parent = dominators(turned, last - sink)
+    way, behind = {sink: 0}, {sink: 0}  # operator -> longest way to the sink, cuts behind it
+    for op in reversed(range(sink)):
+        above = parent[last - op]
+        if above is not None:
+            way[op] = 1 + max(way[edge.reader] for edge in flow.edges_out[op] if edge.reader in way)
+            behind[op] = 1 + behind[last - above]
+    starts = [op for op in way if not flow.edges_in[op]]
+    free = data_free(flow)
+    starts = [op for op in starts if op not in free] or starts
+    most = max(behind[op] for op in starts)
+    node = max((op for op in starts if 2 * behind[op] >= most), key=lambda op: (way[op], -op))
+    chain = [node]
+    while node != sink:
+        above = parent[last - node]
         assert above is not None
-        node = above
+        node = last - above
         chain.append(node)
-    return chain[::-1]
+    return chain

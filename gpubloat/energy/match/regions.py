@@ -3,7 +3,8 @@
 1. Values of A and B that are equal are found by their elements (`search`), those too common to tell by what made them.
 2. Operators that all data flows through, with equal outputs, anchor the one order in the other (`cuts`); a pair that
    contradicts it is a coincidence.
-3. Between equal values, operators fall into regions (`components`): branches between two anchors, each on its own.
+3. Between equal values, operators fall into regions (`components`): branches between two anchors, each on its own,
+   and what one side prepares for many regions, such as a mask for all layers.
 4. In regions that differ, values that one side has repeated or padded count as equal too (`refine`).
 """
 
@@ -15,8 +16,8 @@ from dataclasses import dataclass
 
 from gpubloat.energy.capture.records import Capture, Op
 from gpubloat.energy.match.classes import Classes, aligned, weak_pairs
-from gpubloat.energy.match.components import Parts, parts
-from gpubloat.energy.match.cuts import Between, between, chain, fits
+from gpubloat.energy.match.components import parts
+from gpubloat.energy.match.cuts import Between, between, chain, fits, preparations
 from gpubloat.energy.match.equivalence import reshaped
 from gpubloat.energy.match.fingerprint import is_ambiguous
 from gpubloat.energy.match.graph import Graph, cuts, graph
@@ -28,11 +29,13 @@ from gpubloat.energy.match.values import Values, allowed
 
 @dataclass(frozen=True)
 class Region:
-    """Operators that make equal values from equal values, as few as possible.
+    """Operators that make equal values from equal values and from preparations, as few as possible.
 
     a_ops, b_ops : indexes, in order; one side is empty where the other does in addition what its partner need not.
     a_inputs, a_outputs, b_inputs, b_outputs : tensors that enter from outside, and that are used outside.
     is_same : both run the same operators on the same shapes, strides and types; views do not count, they run nothing.
+    is_preparation : one side alone makes something, without equal on the other, that several regions use; there, the
+    other side may do what it makes up for.
     """
 
     a_ops: tuple[int, ...]
@@ -42,6 +45,7 @@ class Region:
     b_inputs: tuple[int, ...]
     b_outputs: tuple[int, ...]
     is_same: bool
+    is_preparation: bool = False
 
     @property
     def kind(self) -> str:
@@ -92,12 +96,13 @@ def match(
     anchors, n_crossed = _anchored(flows, found)
     results = outputs(*sides, tolerance)
     classes = _classes(flows, sides, found, results, tolerance)
-    whole = _parts(flows, classes)
+    prepared = preparations(flows[0], [i for i, _ in anchors]), preparations(flows[1], [j for _, j in anchors])
+    whole = parts(flows, classes, _corresponding(flows, classes), prepared)
     refined = refine(flows, sides, classes, whole, tolerance)
     if refined.is_changed:
-        whole = _parts(flows, classes)
+        whole = parts(flows, classes, _corresponding(flows, classes), prepared)
     pairs = _pairs(flows, sides, classes, found, refined, tolerance)
-    regions = tuple(_region(flows, ops) for ops in whole.groups)
+    regions = tuple(_region(flows, classes, ops) for ops in whole.groups)
     notes = _notes(missing, results, pairs, refined)
     return Matching(pairs, regions, *whole.rest, results, anchors, found.n_dropped, n_crossed, notes)
 
@@ -176,10 +181,6 @@ def _corresponding(flows: tuple[Graph, Graph], classes: Classes) -> list[tuple[i
     return [pair for of_a, of_b in classes.members().values() for pair in aligned(flows, of_a, of_b)]
 
 
-def _parts(flows: tuple[Graph, Graph], classes: Classes) -> Parts:
-    return parts(flows, classes, _corresponding(flows, classes))
-
-
 def _pairs(
     flows: tuple[Graph, Graph],
     sides: tuple[Values, Values],
@@ -206,12 +207,15 @@ def _pairs(
     return tuple(pairs)
 
 
-def _region(flows: tuple[Graph, Graph], ops: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
+def _region(flows: tuple[Graph, Graph], classes: Classes, ops: tuple[tuple[int, ...], tuple[int, ...]]) -> Region:
     (a_in, a_out), (b_in, b_out) = (_border(flow, own) for flow, own in zip(flows, ops))
     a_kinds, b_kinds = (Counter(_kind(flow.capture, flow.capture.ops[i]) for i in own) for flow, own in zip(flows, ops))
     a_kinds.pop(None, None)
     b_kinds.pop(None, None)
-    return Region(*ops, a_in, a_out, b_in, b_out, a_kinds == b_kinds)
+    side = 0 if ops[0] else 1
+    values = (flows[side].value[t] for t in (a_out, b_out)[side])
+    is_alone = not all(ops) and any((side, v) not in classes and flows[side].makers.get(v) in ops[side] for v in values)
+    return Region(*ops, a_in, a_out, b_in, b_out, a_kinds == b_kinds, is_alone)
 
 
 def _border(flow: Graph, own: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
