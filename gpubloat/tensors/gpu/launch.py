@@ -110,9 +110,11 @@ def launch(
         call("cuLaunchKernel", kernel.function, *grid, 1, threads, 1, 1, shared_bytes, stream, (values, types), 0)
 
 
-def pointer(tensor: Any) -> tuple[Any, int | None]:
-    """A tensor, or an address, or None, as a parameter."""
-    return ctypes.c_void_p, tensor if tensor is None or isinstance(tensor, int) else int(tensor.data_ptr())
+def pointer(tensor: Any) -> tuple[Any, int]:
+    """A tensor, or an address, or None for a null pointer, as a parameter. cuda.bindings takes no None."""
+    if tensor is None:
+        return ctypes.c_void_p, 0
+    return ctypes.c_void_p, tensor if isinstance(tensor, int) else int(tensor.data_ptr())
 
 
 def u32(value: int) -> tuple[Any, int]:
