@@ -84,6 +84,8 @@ def _closed(operators: pd.DataFrame, step: dict[Any, Any]) -> pd.DataFrame:
     last |= {"line": "", "n_same": 1, "step_j": whole_j - taken_j, "method": "step less its operators"}
     last["error_j"] = math.hypot(error_j, float(step["error_j"]))
     notes = ["the step was not measured"] if math.isnan(whole_j) else []
+    if pd.notna(step["waiting_j"]) and step["waiting_j"] > 0:
+        notes.append(f"an idle GPU takes about {step['waiting_j'] / whole_j:.1%} of the step while no kernel runs")
     if last["step_j"] < 0:
         notes.append("operators take more alone than inside the step")
     n_missing = int(mine.loc[mine["kind"] == UNMEASURED, "n_same"].sum())

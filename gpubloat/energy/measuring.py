@@ -271,6 +271,8 @@ def closing(closure: pd.DataFrame) -> str:
         return f"{said}; no operator was measured"
     share = row.operators_j / row.step_j
     said += f": operators {share:.1%}, the rest {1 - share:.1%} (not in kernels, or not measured)"
+    if pd.notna(row.waiting_j) and row.waiting_j > 0:
+        said += f", of which an idle GPU takes about {row.waiting_j / row.step_j:.1%} while no kernel runs"
     if row.n_not_measured:
         time = "" if pd.isna(row.not_measured_time_frac) else f", {row.not_measured_time_frac:.1%} of the kernels' time"
         said += f"; {row.n_not_measured} of {row.n_operators} operators were not measured{time}"

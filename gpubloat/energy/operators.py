@@ -214,14 +214,16 @@ def tables(
     works = [(one, row["call_j"]) for one, row in zip(found, rows) if one.group.is_work]
     is_closed = account is not None and any(row["call_j"] is not None for row in rows)
     told = [*(why_not(block.power) for block in steps[:1] if step_j is None), *notes]
+    step_s = sum(block.call_s for block in steps) / len(steps)
     closure = {
         "subject": subject,
         "side": "A",
-        "step_time_s": sum(block.call_s for block in steps) / len(steps),
+        "step_time_s": step_s,
         "step_j": None if account is None else account.step_j,
         "error_j": step_error_j,
         "operators_j": account.operators_j if is_closed and account is not None else None,
         "remainder_j": account.remainder_j if is_closed and account is not None else None,
+        "waiting_j": _waiting(timing, step_s, idle_w) if is_closed else None,
         "n_operators": sum(len(one.group.ops) for one, _ in works),
         "n_not_measured": sum(len(one.group.ops) for one, call_j in works if call_j is None),
         "not_measured_time_frac": _not_measured(timing, works),
@@ -229,6 +231,13 @@ def tables(
         "notes": "; ".join(dict.fromkeys(told)),
     }
     return pd.DataFrame(rows), pd.DataFrame([closure])
+
+
+def _waiting(timing: Timing | None, step_s: float, idle_w: float | None) -> float | None:
+    """What an idle GPU takes while no kernel runs; 0 where kernels took more under the profiler than the step does."""
+    if timing is None or timing.source != "kernels" or idle_w is None:
+        return None
+    return idle_w * max(0.0, step_s - timing.busy_us / 1e6)
 
 
 def _step(steps: Sequence[Block]) -> tuple[float | None, float | None]:

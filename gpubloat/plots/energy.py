@@ -176,20 +176,25 @@ def two_systems(
 
 
 def _folded_pairs(table: pd.DataFrame, rows: int) -> pd.DataFrame:
-    """The first rows, the others as one for what was measured of both sides, and the remainder."""
-    mine, rest = table[table["kind"] != REMAINDER], table[table["kind"] == REMAINDER]
-    cut = rows if len(mine) <= rows else rows - 1
-    known = mine[mine["kind"] == OPERATOR]
-    others = known.iloc[cut:]
-    shown = mine[~mine.index.isin(others.index)]
-    if not len(others):
-        return pd.concat([shown, rest], ignore_index=True)
-    row: dict[str, Any] = {"kind": OPERATOR, "name": f"{len(others)} other rows"}
-    for side in ("a", "b"):
-        row[f"{side}_n"] = int(others[f"{side}_n"].sum())
-        row[f"{side}_step_j"] = float(others[f"{side}_step_j"].sum())
-        row[f"{side}_error_j"] = float(np.sqrt((others[f"{side}_error_j"].astype(float) ** 2).sum()))
-    return pd.concat([shown, pd.DataFrame([row]), rest], ignore_index=True)
+    """The first rows, the others as one, so with those that were not measured of both sides, and the remainder."""
+    parts = []
+    for kind, most in ((OPERATOR, rows), (UNMEASURED, 2)):
+        mine = table[table["kind"] == kind]
+        cut = most if len(mine) <= most else most - 1
+        parts.append(mine.head(cut))
+        others = mine.iloc[cut:]
+        if len(others):
+            row: dict[str, Any] = {"kind": kind, "name": f"{len(others)} other rows"}
+            for side in ("a", "b"):
+                known = kind == OPERATOR
+                row[f"{side}_n"] = int(others[f"{side}_n"].sum())
+                row[f"{side}_step_j"] = float(others[f"{side}_step_j"].sum()) if known else np.nan
+                error_j = float(np.sqrt((others[f"{side}_error_j"].astype(float) ** 2).sum()))
+                row[f"{side}_error_j"] = error_j if known else np.nan
+            parts.append(pd.DataFrame([row]))
+    parts.append(table[table["kind"] == REMAINDER])
+    shown = [part for part in parts if len(part)]
+    return pd.concat(shown, ignore_index=True) if shown else table.head(0)
 
 
 def _legend_above(ax: Axes, handles: list[Any], columns: int) -> None:

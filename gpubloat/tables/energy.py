@@ -126,6 +126,11 @@ class Closure(Table):
         "the rest: not in kernels, and operators not measured; negative if replays took more than the step",
         nullable=True,
     )  # fmt: skip
+    waiting_j: Series[float] = column(
+        "of the remainder: what an idle GPU takes in the time of the step in which no kernel runs, an estimate; empty "
+        "if times are not known",
+        nullable=True, ge=0,
+    )  # fmt: skip
     n_operators: Series[int] = column("operators of the step that do work", ge=0)
     n_not_measured: Series[int] = column("of those, without an energy", ge=0)
     not_measured_time_frac: Series[float] = column(

@@ -156,7 +156,7 @@ def test_all_groupings_close(parts: list[Any], whole: tuple[float, float]) -> No
     given = given.assign(subject="step", line="", call_time_s=1e-3, step_time_s=1e-3, error_j=0.1 * given["call_j"])
     given = given.assign(step_j=given["n_same"] * given["call_j"], step_frac=NAN, method="", notes="")
     steps = pd.DataFrame({"subject": "step", "side": ["A", "B"], "step_j": whole, "error_j": 0.0})
-    steps["not_measured_time_frac"] = NAN
+    steps[["not_measured_time_frac", "waiting_j"]] = NAN
     size = max(*whole, given["step_j"].sum())
     for table in (analysis.by_operator(given, steps), analysis.by_name(given, steps), analysis.by_module(given, steps)):
         for side, whole_j in zip("AB", whole):

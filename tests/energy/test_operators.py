@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from gpubloat.energy import blocks
 from gpubloat.energy.capture.records import Capture, Line, Op
 from gpubloat.energy.engines import IN_A_GRAPH, Work
+from gpubloat.energy.measuring import closing
 from gpubloat.energy.operators import Measured, conserved, groups, replayed, short_kernels, tables
 from gpubloat.energy.replay import Refused, Replay
 from gpubloat.energy.timing import Kernel, Timing
@@ -159,6 +160,15 @@ def test_the_closure_is_exact_in_the_tables() -> None:
     assert rows["step_j"].sum() == closure["operators_j"]
     expected = STEP.call_j - 3 * PARTS["mm"][1].call_j - PARTS["gelu"][1].call_j - PARTS["add"][1].call_j
     assert closure["remainder_j"] == pytest.approx(expected, abs=0.03 * STEP.call_j)
+
+
+def test_what_an_idle_gpu_takes_while_no_kernel_runs_is_said() -> None:
+    rows, closure = measured_on(Rig(seed=9), made(*NAMES))
+    busy_s = rows["step_time_s"].sum()
+    assert closure["waiting_j"] == pytest.approx(IDLE_W * (closure["step_time_s"] - busy_s), rel=0.01)
+    assert f"takes about {closure['waiting_j'] / closure['step_j']:.1%} while no kernel runs" in closing(
+        pd.DataFrame([closure])
+    )
 
 
 def test_a_step_measured_twice_counts_its_drift_as_error() -> None:
