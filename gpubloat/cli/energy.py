@@ -88,7 +88,7 @@ def measure(
     with workload(what) as work:
         run = measuring.measure(
             work.fn, *work.args, subject=work.name, deadline_s=deadline_s, times_only=times_only, out=out, force=force,
-            command=command_line(),
+            progress=True, command=command_line(),
         )  # fmt: skip
     if csv is not None:
         run.to_csv(csv, force=force)
@@ -148,7 +148,7 @@ def diff(
             one.fn, other.fn, *one.args, b_args=one.args if is_alike else other.args,
             again=(again, again if is_alike else other.make(1)) if one.has_inputs else None,
             tolerance=tolerance, deadline_s=deadline_s, times_only=times_only, names=(one.name, other.name), out=out,
-            force=force, command=command_line(),
+            force=force, progress=True, command=command_line(),
         )  # fmt: skip
     if csv is not None:
         run.to_csv(csv, force=force)

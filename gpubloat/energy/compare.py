@@ -14,6 +14,7 @@ from gpubloat.energy import blocks as measured
 from gpubloat.energy.blocks import Block, Net, net, trusted
 from gpubloat.energy.engines import IN_A_GRAPH, Engine, Work
 from gpubloat.energy.meter import Meter, NotMeasured
+from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.slope import Slope
 from gpubloat.energy.statistics import LEAST_BLOCKS, Saved, log_ratios, saved, t_quantile
 
@@ -76,6 +77,7 @@ def compare(
     seconds: float | None = None,
     idle: Block | None = None,
     as_graph: bool = True,
+    told: Told = silent,
 ) -> Comparison:
     """Measure A and B in blocks A B B A.
 
@@ -90,7 +92,7 @@ def compare(
     meter : is not closed. None: times only.
     seconds : of a block; default, 2 s or 20 ticks of the counter.
     idle : of `blocks.idle`, measured before. Default, it is measured here.
-    as_graph : False to run functions as called.
+    as_graph : False to run functions as called. told : hears which block is measured.
 
     Raises
     ------
@@ -110,10 +112,10 @@ def compare(
         for side, work in works.items()
         if work.restore is not None
     }
-    found = [
-        measured.block(works[side], meter, engine, seconds, subject, side, order)
-        for order, side in enumerate(ORDER * n_blocks)
-    ]
+    found = []
+    for order, side in enumerate(ORDER * n_blocks):
+        told(f"{subject}: {side}, block {order + 1} of {len(ORDER) * n_blocks}")
+        found.append(measured.block(works[side], meter, engine, seconds, subject, side, order))
     joules = trusted([*found, *copies.values(), *([idle] if idle is not None else [])])
     if not joules["is_trusted"] and meter is not None:
         found = [_without(one, joules["reason"]) for one in found]

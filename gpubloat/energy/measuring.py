@@ -19,6 +19,7 @@ from gpubloat.energy.capture import Capture, capture
 from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.meter import Meter, NoDevice
 from gpubloat.energy.operators import Group, Measured
+from gpubloat.energy.progress import Told, shown
 from gpubloat.energy.sampler import WallClock
 from gpubloat.energy.slope import Slope
 from gpubloat.energy.timing import Timing
@@ -66,6 +67,7 @@ def measure(
     subject: str | None = None,
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
+    progress: bool = False,
     command: str = "gpubloat.energy.measure",
 ) -> Run:
     """Measure the energy of ``fn(*args)``, and of each of its operators alone.
@@ -85,7 +87,7 @@ def measure(
         measured is said with its share of the time.
     times_only : no energies; works without a GPU, too.
     subject : name in the tables; default, that of the function.
-    out, force : as in other instruments.
+    out, force, progress : keep the run in this folder, replacing what is there; say on stderr what is being done.
 
     Returns
     -------
@@ -106,6 +108,8 @@ def measure(
     with contextlib.ExitStack() as held:
         opened = None if times_only else opened_meter(meter, 0, held)
         until_s = (WallClock() if engine is None else engine.clock).now() + deadline_s
+        told = held.enter_context(shown(progress))
+        told("running it once and keeping its values")
         with failure_named("captured"):
             captured = held.enter_context(capture(fn, *args))
         device = used_device(captured)
@@ -119,12 +123,12 @@ def measure(
             return fn(*args)
 
         with RunWriter("energy", TABLES, out, force) as writer:
-            timing, notes = _all(called, captured, opened, engine, seconds, until_s, name, found)
+            timing, notes = _all(called, captured, opened, engine, seconds, until_s, name, found, told)
             record = provenance(command, METHOD, [])
             joules = _judged(found) if opened is not None else {"is_trusted": False, "reason": str(measured.NO_METER)}
-            told = None if opened is None else opened.describe()
+            card = None if opened is None else opened.describe()
             idle_w = found.idle.power.power_w if found.idle and isinstance(found.idle.power, Slope) else None
-            record |= {"gpus": [] if told is None else [told.get("name")], "meter": told, "joules": joules}
+            record |= {"gpus": [] if card is None else [card.get("name")], "meter": card, "joules": joules}
             record |= {"idle_w": idle_w, "framework": captured.framework, "deadline_s": deadline_s, "notes": notes}
             table, closure = operators.tables(
                 name, captured, timing, found.operators, found.steps, idle_w, notes[:_MOST_NOTES]
@@ -186,21 +190,25 @@ def _all(
     until_s: float,
     name: str,
     found: _Found,
+    told: Told,
 ) -> tuple[Timing | None, list[str]]:
     """All measurements; what they give is added to `found`. Times by operator, and notes."""
     if seconds is None:
         seconds = _TIMES_S if meter is None else measured.window_s(meter, engine)
+    told("the whole step")
     with failure_named("measured"):
         work = engine.prepared(called, as_graph=False)
         found.steps.append(measured.block(work, meter, engine, seconds, name))
     call_s = found.steps[0].call_s
     left_s = until_s - engine.clock.now()
+    told("times by operator")
     timing, notes = _timed(called, captured, 1 if (_REPEATS * 2 + 2) * call_s > left_s / 4 else _REPEATS)
     groups = operators.groups(captured, timing)
     notes += captured.notes
     if meter is None:
         found.operators = [_not_replayed(group, "times only") for group in groups]
         return timing, notes
+    told("power of the idle GPU")
     found.idle = measured.idle(meter, engine, seconds)
     refused = trusted([found.steps[0], found.idle])
     if not refused["is_trusted"]:
@@ -209,8 +217,9 @@ def _all(
     last_s = measured.SETTLE_S + measured.GAP_S + 2 * call_s + seconds
     engine.release()
     found.operators = operators.replayed(
-        groups, captured, meter, engine, seconds=seconds, until_s=until_s - last_s
-    )  # fmt: skip
+        groups, captured, meter, engine, seconds=seconds, until_s=until_s - last_s, told=told
+    )
+    told("the whole step again")
     if engine.clock.now() + last_s <= until_s:
         with failure_named("measured again"):
             found.steps.append(measured.block(work, meter, engine, seconds, name))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,7 @@ from gpubloat.energy.blocks import Block, Net, net, why_not
 from gpubloat.energy.capture.records import Capture, Op
 from gpubloat.energy.engines import IN_A_GRAPH, Engine, Work, of_replay
 from gpubloat.energy.meter import Meter
+from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.replay import Refused, Replay, replayable
 from gpubloat.energy.timing import Timing
 from gpubloat.errors import DeviceError, sentence
@@ -94,7 +95,7 @@ def _bytes(group: Group, capture: Capture) -> int:
 
 
 def replayed(
-    found: Iterable[Group],
+    found: Sequence[Group],
     capture: Capture,
     meter: Meter,
     engine: Engine,
@@ -102,6 +103,7 @@ def replayed(
     seconds: float,
     until_s: float,
     prepare: Callable[[Op, Capture], Replay | Refused] = replayable,
+    told: Told = silent,
 ) -> list[Measured]:
     """Measure groups one after the other, as long as another one ends before `until_s` on the engine's clock.
 
@@ -115,8 +117,9 @@ def replayed(
     results = []
     slowest_s = 0.0  # preparation so far
     block_s = measured.SETTLE_S + seconds + measured.GAP_S
-    for group in found:
+    for number, group in enumerate(found, 1):
         op = capture.ops[group.ops[0]]
+        told(f"{op.name}, group {number} of {len(found)}")
         if not group.is_work:
             results.append(Measured(group, NO_KERNEL))
             continue

@@ -26,6 +26,7 @@ from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.measuring import failure_named, opened_meter, used_device
 from gpubloat.energy.meter import Meter, NotMeasured
+from gpubloat.energy.progress import Told, shown
 from gpubloat.energy.statistics import LEAST_BLOCKS, NO_DIFFERENCE, TRADE_OFF, WASTE, Saved, Verdict, null_band, verdict
 from gpubloat.energy.timing import Timing
 from gpubloat.energy.timing import time as timed
@@ -66,6 +67,7 @@ def diff(
     case: str = "",
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
+    progress: bool = False,
     command: str = "gpubloat.energy.diff",
 ) -> Run:
     """Compare ``a(*args)`` with ``b(*args)``.
@@ -81,7 +83,7 @@ def diff(
     tolerance : relative error allowed between real outputs; default, by their types.
     meter, engine, seconds, times_only, out, force : as in `measure`. n_blocks : of `compare`.
     band : what A against A differed by, measured before in this session; default, it is measured here.
-    names, subject, case : what the tables call both sides, and the pair.
+    names, subject, case : what the tables call both sides, and the pair. progress : say on stderr what is being done.
 
     Returns
     -------
@@ -102,13 +104,15 @@ def diff(
     assert names is not None
     with contextlib.ExitStack() as held:
         opened = None if times_only else opened_meter(meter, 0, held)
-        captures = _captured((a, b), sides, held)
-        second = None if again is None else _captured((a, b), again, held)
+        told = held.enter_context(shown(progress))
+        captures = _captured((a, b), sides, held, told)
+        second = None if again is None else _captured((a, b), again, held, told)
         device = used_device(captures[0])
         if opened is not None and engine is None and not device.startswith("cuda") and captures[0].framework == "torch":
             raise GpubloatError("the function uses no GPU", "move its tensors to the GPU, or take times only")
         engine = engine or engine_for(captures[0].framework, device)
         until_s = engine.clock.now() + deadline_s
+        told("matching the tensors of A and B")
         with failure_named("matched"):
             matching = match(*captures, second, tolerance)
         for one in second or ():
@@ -116,7 +120,7 @@ def diff(
         if seconds is None:
             seconds = _TIMES_S if opened is None else measured.window_s(opened, engine)
         fns = (lambda: a(*sides[0]), lambda: b(*sides[1]))
-        pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s)
+        pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s, told)
         pair.notes += [*matching.notes, *captures[0].notes, *captures[1].notes]
         pair.notes += [
             f"{side} changes what it is given: each call finds what the one before left"
@@ -129,8 +133,8 @@ def diff(
         with RunWriter("energy", TABLES, out, force) as writer:
             row, regions, comparison = _all(pair, band, names, subject or " | ".join(names), case)
             record = provenance(command, METHOD, [])
-            told = None if opened is None else opened.describe()
-            record |= {"gpus": [] if told is None else [told.get("name")], "meter": told, "joules": comparison.joules}
+            card = None if opened is None else opened.describe()
+            record |= {"gpus": [] if card is None else [card.get("name")], "meter": card, "joules": comparison.joules}
             record |= {"idle_w": comparison.idle_w, "verdict": row["verdict"], "framework": captures[0].framework}
             record |= {"notes": pair.notes}
             writer.append("comparisons", pd.DataFrame([row]))
@@ -144,9 +148,11 @@ def _captured(
     fns: tuple[Callable[..., Any], Callable[..., Any]],
     args: tuple[tuple[Any, ...], tuple[Any, ...]],
     held: contextlib.ExitStack,
+    told: Told,
 ) -> tuple[Capture, Capture]:
     found = []
     for side, fn, given in zip("AB", fns, args):
+        told(f"running {side} once and keeping its values")
         try:
             found.append(held.enter_context(capture(fn, *given)))
         except GpubloatError as error:
@@ -159,11 +165,13 @@ def _all(
 ) -> tuple[dict[str, Any], list[dict[str, Any]], Comparison]:
     """The row of comparisons, those of regions, and the comparison of the whole functions."""
     if pair.meter is not None:
+        pair.told("power of the idle GPU")
         pair.idle = measured.idle(pair.meter, pair.engine, pair.seconds)
     with failure_named("measured"):
         pair.whole = whole = pair.compare(*pair.fns, "whole")
         pair.band = _band(pair, band)
     # After the profiler, launches can be slower for good: nothing but replays is measured behind it, and the fix.
+    pair.told("times by operator")
     pair.timings = (_timed(pair, 0), _timed(pair, 1))
     pair.notes += whole.notes
     pair.said = verdict(whole.saved, whole.time_ratio, pair.outputs_equal, pair.band)

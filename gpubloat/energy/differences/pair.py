@@ -16,6 +16,7 @@ from gpubloat.energy.compare import Comparison, compare, null
 from gpubloat.energy.engines import Engine, Work
 from gpubloat.energy.match.regions import Matching
 from gpubloat.energy.meter import Meter, NotMeasured
+from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.statistics import UNKNOWN, Verdict
 from gpubloat.energy.timing import Timing
 
@@ -25,7 +26,8 @@ class Pair:
     """Both sides, and what is known of them so far.
 
     seconds, n_blocks : of each comparison. until_s : deadline on the engine's clock. whole : comparison of the
-    functions, `said` what it means. band : what A against A differs by. blocks : all that were measured.
+    functions, `said` what it means. band : what A against A differs by. blocks : all that were measured. told : hears
+    what is being done.
     """
 
     fns: tuple[Callable[[], Any], Callable[[], Any]]
@@ -37,6 +39,7 @@ class Pair:
     seconds: float
     n_blocks: int
     until_s: float
+    told: Told = silent
     timings: tuple[Timing | None, Timing | None] = (None, None)
     idle: Block | None = None
     band: float | NotMeasured = field(default_factory=lambda: NotMeasured("it was not measured"))
@@ -81,7 +84,7 @@ class Pair:
         return found
 
     def _how(self) -> dict[str, Any]:
-        return {"n_blocks": self.n_blocks, "seconds": self.seconds, "idle": self.idle}
+        return {"n_blocks": self.n_blocks, "seconds": self.seconds, "idle": self.idle, "told": self.told}
 
 
 def _hosts(whole: Comparison) -> tuple[float, float] | None:
