@@ -30,7 +30,7 @@ from gpubloat.tensors import codebook, packing
 from gpubloat.tensors.gpu import device
 from gpubloat.tensors.gpu.offload import offload
 from gpubloat.tensors.gpu.rowcache import RowCache
-from gpubloat.tensors.gpu.torchuse import PackedTensor
+from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes
 
 STEPS = ("link", "codec", "peers", "workloads", "gnn")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -58,7 +58,8 @@ def link(campaign: Campaign, _: Path) -> None:
                 n = out_bytes // row_bytes
                 for order in ("sorted", "random"):
                     seed = torch.Generator().manual_seed(row_bytes)
-                    chosen = torch.randint(0, size // row_bytes, (n,), generator=seed).to(campaign.where)
+                    # No row twice: the second time, it would come out of a cache.
+                    chosen = torch.randperm(size // row_bytes, generator=seed)[:n].to(campaign.where)
                     chosen = chosen.sort().values if order == "sorted" else chosen
                     target = out[: n * row_bytes].view(n, row_bytes)
                     variants[f"read_{row_bytes}_{order}"] = (
@@ -218,23 +219,37 @@ def workloads(campaign: Campaign, _: Path) -> None:
     n_batches = 2 if campaign.dry else 24
     batches = [torch.from_numpy(popular[np.minimum(rng.zipf(1.2, batch), n) - 1]) for _ in range(n_batches)]
     book = codebook.fit(table[: 1 << 17])
+    on_device = [b.to(campaign.where) for b in batches]
+    staging = torch.empty(batch, d, dtype=table.dtype, pin_memory=not campaign.dry)
+
+    def looked_up(
+        kind: str, source: str, gather: Callable[[Any], Any], row_words: Any, stats: Callable[[], Any]
+    ) -> None:
+        rows = []
+        for number, (indices, on_cpu) in enumerate(zip(on_device, batches)):
+            took = campaign.seconds(lambda indices=indices: gather(indices))
+            moved = "" if row_words is None else 4 * int(row_words[on_cpu.numpy()].sum(dtype=np.int64))
+            rows.append({"batch": number, "batch_s": took, "moved_bytes": moved, **stats()})
+        equal = same(gather(on_device[-1]), table[batches[-1]])
+        about = {"workload": "embedding", "kind": kind, "source": source, "raw_bytes": as_bytes(staging).numel()}
+        for row in rows:
+            campaign.write("embedding", {**about, "equal": equal, **row})
+
+    def cpu_gather_copy(indices: Any) -> Any:
+        torch.index_select(table, 0, indices.cpu(), out=staging)
+        return staging.to(campaign.where, non_blocking=True)
+
     for kind, chosen in (("packed", book), ("raw", nothing_removed(book))):
         held = PackedTensor(packing.pack(table, chosen))
         if not campaign.dry:
             held.pin()
         cache = RowCache(held, cache_bytes, device=campaign.where)
-        on_device = [b.to(campaign.where) for b in batches]
-        about = {"workload": "embedding", "kind": kind, "raw_bytes": batch * held.packed.row_bytes}
-        for source, name in ((held, "no cache"), (cache, "cache")):
-            for number, indices in enumerate(on_device):
-                took = campaign.seconds(lambda source=source, indices=indices: source.gather(indices))
-                row = {**about, "source": name, "batch": number, "batch_s": took, **cache.stats()}
-                campaign.write("embedding", row)
-        equal = same(cache.gather(on_device[0]), table[batches[0]])
-        campaign.write("embedding_check", {"kind": kind, "equal": equal, **cache.stats()})
+        looked_up(kind, "no cache", held.gather, held.packed.row_words, cache.stats)
+        looked_up(kind, "cache", cache.gather, None, cache.stats)
         held.unpin()
         if campaign.late:
             return
+    looked_up("cpu_gather_copy", "no cache", cpu_gather_copy, None, dict)
     width, depth = (32, 3) if campaign.dry else (8192, 16)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(depth)])

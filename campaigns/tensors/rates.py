@@ -51,14 +51,19 @@ def peers(table: pd.DataFrame) -> pd.DataFrame:
 
 
 def embedding(table: pd.DataFrame) -> pd.DataFrame:
-    late = table[table["batch"] >= min(HALF, table["batch"].max())]
+    table = table.reindex(columns=table.columns.union(["moved_bytes", "equal", "hits", "misses", "held"]))
     rows = []
-    for (kind, source), group in late.groupby(["kind", "source"], sort=False):
-        before = table[(table["kind"] == kind) & (table["source"] == source) & (table["batch"] < group["batch"].min())]
-        hits, misses = (group[n].iloc[-1] - (before[n].iloc[-1] if len(before) else 0) for n in ("hits", "misses"))
-        told = f"{hits / (hits + misses):.1%} of look-ups hit, {group['held'].iloc[-1]} rows held" if hits else ""
-        times = group["batch_s"]
-        rows.append({"subject": "embedding", "way": f"{kind}, {source}", "raw_bytes": group["raw_bytes"].iloc[0],
+    for (kind, source), group in table.groupby(["kind", "source"], sort=False):
+        late = group[group["batch"] >= min(HALF, group["batch"].max())]
+        before = group[group["batch"] < late["batch"].min()].tail(1)
+        hits, misses = (late[n].iloc[-1] - before[n].sum() for n in ("hits", "misses"))
+        is_cached = source == "cache" and hits > 0
+        told = (
+            f"{hits / (hits + misses):.1%} of look-ups hit, {late['held'].iloc[-1]:.0f} rows held" if is_cached else ""
+        )
+        times = late["batch_s"]
+        rows.append({"subject": "embedding", "way": f"{kind}, {source}", "raw_bytes": late["raw_bytes"].iloc[0],
+                     "moved_bytes": late["moved_bytes"].median(), "is_equal": late["equal"].iloc[0],
                      "median_s": times.median(), "least_s": times.min(), "most_s": times.max(),
                      "notes": told})  # fmt: skip
     return pd.DataFrame(rows)
