@@ -1,7 +1,7 @@
 """Measure the energy instrument and, with it, cases that are known: one GPU, nothing is set on it.
 
     python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
-                                        [--cases gelu,tf32] [--deadline S] [--null-repeats 20]
+                                        [--cases gelu,tf32] [--deadline S] [--null-repeats 20] [--band FRAC]
 
 probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 60 to 100 s each; gpt2
 by operator 150 s; pairs 100 to 200 s each; overhead 90 s. Runs are written to DIR as they end. Cases of JAX run in
@@ -263,8 +263,10 @@ def main() -> None:
     parser.add_argument("--cases", default="", help="names of files in cases/; default, all")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds for all")
     parser.add_argument("--null-repeats", type=int, default=20)
+    parser.add_argument("--band", type=float, help="what A against A differed by on this GPU; default, it is measured")
     given = parser.parse_args()
     campaign = Campaign(given.out, given.deadline, [c for c in given.cases.split(",") if c], given.null_repeats)
+    campaign.band = given.band
     try:
         for name in given.steps.split(","):
             campaign.attempt(name, lambda name=name: STEPS[name](campaign))  # type: ignore[misc]
