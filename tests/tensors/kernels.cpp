@@ -39,6 +39,7 @@ static int any_unpack(int w, int words_per_lane, int stages, int in_shared, unsi
 
 extern "C" {
 void emulate_eager(int on) { emulated::eager = on; }
+u64 emulate_small_copies() { return emulated::small_copies; }
 
 int emulate_unpack(int w, int words_per_lane, int stages, int in_shared, unsigned grid, unsigned threads,
                    size_t shared, const u32 *words, u64 n_words, u64 base, const u32 *row_words, const u64 *offsets,
@@ -64,13 +65,9 @@ void emulate_pack(int w, unsigned grid, unsigned threads, const u8 *rows, u64 n,
         BY_WIDTH(CALL);
     });
 }
-void emulate_count(int bytes, unsigned grid_x, unsigned grid_y, unsigned threads, const void *rows, u64 n, u64 columns,
-                   u64 period, u64 slab, u64 *counts) {
-    launch({grid_x, grid_y}, threads, 0, [&] {
-        if (bytes == 1) count<u8>((const u8 *)rows, n, columns, period, slab, counts);
-        if (bytes == 2) count<u16>((const u16 *)rows, n, columns, period, slab, counts);
-        if (bytes == 4) count<u32>((const u32 *)rows, n, columns, period, slab, counts);
-    });
+void emulate_count(unsigned grid_x, unsigned grid_y, unsigned threads, size_t shared, const u8 *rows, u64 n_bytes,
+                   u32 columns, u64 period, u64 slab, u64 *counts) {
+    launch({grid_x, grid_y}, threads, shared, [&] { count(rows, n_bytes, columns, period, slab, counts); });
 }
 void emulate_read(int bytes, unsigned grid, unsigned threads, const u8 *rows, u64 n_rows, const i64 *indices, u64 n,
                   u64 row_bytes, u8 *out, u32 *error) {

@@ -39,15 +39,18 @@ class Emulator:
         name, _, given = kernel.kernel.name.rstrip(">").partition("<")
         self.launched.append(name)
         words = [arg.strip() for arg in given.split(",") if arg]
+        assert all(value is not None for _, value in arguments)  # cuda.bindings refuses it
         values = [kind(value) for kind, value in arguments]
         first = [int(re.sub(r"\D", "", w)) for w in words[:1]]
         if name == "unpack":
             first = [int(words[0]), int(words[1]), int(words[2]), int(words[3] == "true")]
             assert (*first[:3], bool(first[3])) in emulator.DECODERS
             shape = [grid[0], threads, ctypes.c_size_t(shared_bytes)]
-        elif name in ("count", "read_rows"):
+        elif name == "count":
+            shape = [*grid, threads, ctypes.c_size_t(shared_bytes)]
+        elif name == "read_rows":
             first = [16 if words[0] == "uint4" else first[0] // 8]
-            shape = [*grid[: 1 + (name == "count")], threads]
+            shape = [grid[0], threads]
         else:
             shape = [grid[0], threads]
         short = {"row_sizes": "sizes", "read_rows": "read", "move_rows": "move"}.get(name, name)
@@ -115,10 +118,13 @@ def test_a_part_from_a_staging_buffer(fake: Emulator) -> None:
 
 
 def test_counts_plain_rows_and_what_is_wrong(fake: Emulator) -> None:
-    for shape, dtype in (((100, 33), "float32"), ((101, 7), "int8"), ((3000,), "float16"), ((3, 1001), "int16")):
+    shapes = ((100, 33), "float32"), ((101, 7), "int8"), ((3000,), "float16"), ((3, 1001), "int16"), ((1, 1), "int8")
+    for shape, dtype in shapes:
         x = weights(*shape, dtype=dtype)
         words = x.view(shape[0], -1).view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[x.element_size()])
         np.testing.assert_array_equal(device.count(x).numpy(), counting.ones(words.numpy()).reshape(-1))
+    odd = weights(301, 9, dtype="int8")[1:]  # begins inside of a word
+    np.testing.assert_array_equal(device.count(odd), counting.ones(odd.view(torch.uint8).numpy()).reshape(-1))
     x, error = weights(20, 10), torch.zeros(1, dtype=torch.int32)
     out, indices = torch.empty(3, 10), torch.tensor([4, 4, 19])
     device.read_rows(x.data_ptr(), 20, 40, indices, out, error)
@@ -136,6 +142,21 @@ def test_counts_plain_rows_and_what_is_wrong(fake: Emulator) -> None:
         rows.decode(out, indices.double())
     with pytest.raises(DeviceError, match="a tensor is on meta"):
         rows.decode(torch.empty(3, 10, device="meta"), indices)
+
+
+@pytest.mark.parametrize("kind", [0, 1, 2])
+def test_what_a_gpu_can_read(monkeypatch: pytest.MonkeyPatch, kind: int) -> None:
+    class Driver:
+        class CUpointer_attribute:
+            CU_POINTER_ATTRIBUTE_MEMORY_TYPE = 2
+
+        @staticmethod
+        def cuPointerGetAttributes(n: int, which: list[int], address: int) -> tuple[int, list[int]]:
+            assert (n, which, address) == (1, [2], 4096)
+            return 0, [kind]  # no error, and 0 for what CUDA does not know
+
+    monkeypatch.setattr(launch, "driver", Driver)
+    assert hostmemory.is_readable(4096) == (kind != 0)
 
 
 def test_pageable_memory_is_refused(fake: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:

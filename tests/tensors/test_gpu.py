@@ -167,11 +167,16 @@ def test_counts() -> None:
         ((1001, 7), "int8"),
         ((100_000,), "float16"),
         ((3, 70_001), "int16"),
+        ((700_000, 24), "int8"),
+        ((1, 1), "int8"),
     ):
         x = weights(*shape, dtype=dtype)
         words = x.view(shape[0], -1).view({1: torch.uint8, 2: torch.uint16, 4: torch.uint32}[x.element_size()]).numpy()
         found = device.count(x.cuda()).cpu().numpy()
         np.testing.assert_array_equal(found, counting.ones(words).reshape(-1))
+    odd = weights(30_001, 9, dtype="int8")[1:]  # begins inside of a word
+    found = device.count(odd.cuda().new_empty(odd.numel() + 1)[1:].view_as(odd).copy_(odd)).cpu().numpy()
+    np.testing.assert_array_equal(found, counting.ones(odd.view(torch.uint8).numpy()).reshape(-1))
 
 
 def test_plain_rows_by_index() -> None:

@@ -101,6 +101,19 @@ def test_rows_by_index_with_repeats_and_places(lib: ctypes.CDLL) -> None:
         assert decoded(lib, how, book, guarded(words), row_words, indices=[]).shape == (0, 33)
 
 
+def test_words_are_copied_by_whole_units(lib: ctypes.CDLL) -> None:
+    """Over a link, each copy of a part is a request of its own."""
+    rows, book = layout.example(np.random.default_rng(11), 60, 90, 16)
+    words, row_words = layout.pack(rows, book)
+    assert (np.cumsum(row_words) % 4).any()
+    source = guarded(np.append(words, np.zeros(-len(words) % 4, np.uint32)), at_begin=True)
+    before = lib.emulate_small_copies()
+    np.testing.assert_array_equal(decoded(lib, (16, 2, 4, True), book, source, row_words), rows)
+    assert lib.emulate_small_copies() == before
+    decoded(lib, (16, 2, 4, True), book, guarded(words, at_begin=True), row_words)
+    assert lib.emulate_small_copies() - before == len(words) % 4  # of the last unit
+
+
 def test_part_of_the_rows_from_a_staging_buffer(lib: ctypes.CDLL) -> None:
     rows, book = layout.example(np.random.default_rng(6), 30, 40, 32)
     words, row_words = layout.pack(rows, book)
@@ -171,20 +184,28 @@ def test_packing_gives_the_words_of_the_reference(lib: ctypes.CDLL, width: int, 
         np.testing.assert_array_equal(packed, words)
 
 
-@pytest.mark.parametrize("width", [1, 2, 4])
-def test_counts(lib: ctypes.CDLL, width: int) -> None:
-    for n, columns, slab in ((1, 1, 16), (100, 37, 33), (2000, 5, 1000), (70000, 1, 65520)):
-        rows = np.random.default_rng(n).integers(0, 1 << 8 * width, (n, columns), np.uint64).astype(f"<u{width}")
+def test_counts(lib: ctypes.CDLL) -> None:
+    threads = kernels.COUNT_COLUMNS
+    shared = 4 * kernels.COUNT_PLANES * threads
+    # Bytes of a row, rows, rows of a line, lines of a block: rows of part of a word, of less than a block, of several;
+    # less than one line; lines that are no multiple of a batch; the most that planes hold.
+    for row_bytes, n, joined, slab in (
+        (1, 3, 4, 16), (1, 5003, 64, 16), (3, 401, 4, 20), (4, 65_535, 1, 65_535), (6, 70, 2, 33), (7, 30, 400, 16),
+        (52, 2000, 40, 16), (1024, 33, 1, 16), (1500, 40, 1, 17), (2866, 20, 2, 16),
+    ):  # fmt: skip
+        rows = np.random.default_rng(n).integers(0, 256, (n, row_bytes), np.uint8)
         rows[n // 2 :] |= 1
-        counts = guarded(np.zeros((columns, 8 * width), np.uint64))
-        call(lib, "emulate_count", width, 1, -(-n // slab), 64, guarded(rows), n, columns, columns, slab, counts)
-        bits = rows[:, :, None] >> np.arange(8 * width, dtype=rows.dtype) & rows.dtype.type(1)
-        np.testing.assert_array_equal(counts, bits.sum(0, dtype=np.uint64))
-    wide = guarded(np.zeros((5, 8 * width), np.uint64))  # two rows read as one
-    rows = guarded(np.random.default_rng(1).integers(0, 1 << 8 * width, (40, 5), np.uint64).astype(f"<u{width}"))
-    call(lib, "emulate_count", width, 1, 1, 32, rows, 20, 10, 5, 32, wide)
-    bits = rows[:, :, None] >> np.arange(8 * width, dtype=rows.dtype) & rows.dtype.type(1)
-    np.testing.assert_array_equal(wide, bits.sum(0, dtype=np.uint64))
+        bits = np.unpackbits(rows, axis=1, bitorder="little").sum(0, dtype=np.uint64)
+        columns = row_bytes * joined // 4
+        lines = -(-(rows.size // 4) // columns)
+        grid = (-(-columns // threads), max(1, -(-lines // slab)))
+        for skipped in (0, 1, 3):  # the matrix begins inside of a word
+            source = guarded(np.concatenate([np.zeros(skipped, np.uint8), rows.reshape(-1)]), at_begin=True)[skipped:]
+            for given in (source, guarded(rows)):
+                counts = guarded(np.zeros(8 * row_bytes, np.uint64))
+                call(lib, "emulate_count", *grid, threads, shared, given, rows.size, columns, 8 * row_bytes, slab,
+                     counts)  # fmt: skip
+                np.testing.assert_array_equal(counts, bits)
 
 
 @pytest.mark.parametrize("unit", [1, 2, 4, 8, 16])

@@ -54,6 +54,7 @@ inline const std::function<void()> *kernel;
 inline uint64_t progress;
 inline bool eager;
 inline uint64_t readable_from, readable_to;  // where asynchronous copies may read
+inline uint64_t small_copies;                // asynchronous copies of 4 bytes so far
 
 inline void meet(Meeting &at, unsigned size, int kind) {
     if (at.arrived && at.kind != kind) {
@@ -188,6 +189,9 @@ inline void copied(void *to, uint64_t from, unsigned bytes) {
         emulated::now->groups.back().push_back({to, from, bytes});
 }
 inline void copy16(void *to, uint64_t from) { copied(to, from, 16); }
-inline void copy4(void *to, uint64_t from) { copied(to, from, 4); }
+inline void copy4(void *to, uint64_t from) {
+    ++emulated::small_copies;
+    copied(to, from, 4);
+}
 inline void commit() { emulated::now->groups.emplace_back(); }
 template <int PENDING> void wait() { emulated::finish(PENDING); }

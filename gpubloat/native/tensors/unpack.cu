@@ -1,6 +1,8 @@
 // Packed rows to plain rows. One warp per row; the words of a row, and of the rows behind it, pass through a ring in
 // shared memory that asynchronous copies fill while earlier words are decoded. The source may be memory of the device
-// or pinned memory of the host; reads begin at multiples of 128 bytes and never leave the row.
+// or pinned memory of the host, where each copy of a part of a line of 128 bytes is a request of its own. So segments
+// begin at multiples of 128 bytes and are copied in whole units of 16, also where these reach out of the row, but never
+// out of the words: one request for each line.
 #include "ibp.cuh"
 
 constexpr u32 SEGMENT = 128;            // words copied at once: 16 bytes per lane
@@ -34,8 +36,9 @@ template <int STAGES> struct Ring {
     u64 next_tile;
     u64 my_at, my_to;
     u32 my_words, todo = 0;
-    u64 segment = 0, begin = 0, end = 0;  // addresses: next segment to copy; the row's words
-    u32 to_copy = 0, issued = 0, queued = 0, oldest = 0;
+    u64 segment = 0;           // address of the next one to copy
+    u32 before = 0, left = 0;  // bytes of it before the row; bytes from its begin to the end of what to copy
+    u32 queued = 0, oldest = 0;
 
     __device__ Ring(const Rows &rows, u32 *words, Entry *queue, u32 lane, u32 raw_words, u32 skip)
         : rows(rows), words(words), queue(queue), lane(lane), raw_words(raw_words), skip(skip),
@@ -78,36 +81,42 @@ template <int STAGES> struct Ring {
         todo &= todo - 1;
         u64 at = __shfl_sync(ALL, my_at, from), to = __shfl_sync(ALL, my_to, from);
         u32 n = __shfl_sync(ALL, my_words, from);
-        begin = at + 4ull * (n == raw_words ? 0 : min(skip, n));
-        end = at + 4ull * n;
+        u64 begin = at + 4ull * (n == raw_words ? 0 : min(skip, n)), end = at + 4ull * n;
         segment = begin & ~127ull;
-        to_copy = max(1u, (u32)((end - segment + 4 * SEGMENT - 1) / (4 * SEGMENT)));
-        if (lane == 0) queue[queued % STAGES] = {begin, to, n, to_copy};
+        before = (u32)begin & 127;
+        left = max(1u, (u32)(end - segment));
+        if (lane == 0) queue[queued % STAGES] = {begin, to, n, (left + 4 * SEGMENT - 1) / (4 * SEGMENT)};
+        // If the next row begins in this one's last line, the line is read to its end: it is in the L1 cache then.
+        u64 next = __shfl_sync(ALL, my_at, todo ? __ffs(todo) - 1 : from);
+        if (next >= end && next / 128 == (end - 1) / 128) left = (left + 127) & ~127u;
         ++queued;
         return true;
     }
 
-    /// Start the copy of one more segment; an empty group if there is none, so that groups can be counted.
-    __device__ void issue() {
-        if (to_copy || next_row()) {
-            u64 unit = segment + 16 * lane;
-            u32 *slot = words + (issued % STAGES) * SEGMENT + 4 * lane;
-            if (unit >= begin && unit + 16 <= end)
-                copy16(slot, unit);
-            else
-                for (u32 k = 0; k < 4; ++k)
-                    if (unit + 4 * k >= begin && unit + 4 * k < end) copy4(slot + k, unit + 4 * k);
+    /// Start the copy of one more segment to a slot of the ring; an empty group if there is none, so that groups can be
+    /// counted.
+    __device__ void issue(u32 slot) {
+        if (left || next_row()) {
+            u64 unit = segment + 16 * lane, low = (u64)rows.words, high = low + 4 * rows.n_words;
+            u32 *to = words + slot * SEGMENT + 4 * lane;
+            if (16 * lane + 16 > before && 16 * lane < left) {
+                if (unit >= low && unit + 16 <= high)
+                    copy16(to, unit);
+                else  // the first or last words of all
+                    for (u32 k = 0; k < 4; ++k)
+                        if (unit + 4 * k >= low && unit + 4 * k < high) copy4(to + k, unit + 4 * k);
+            }
             segment += 4 * SEGMENT;
-            --to_copy;
+            before = 0;
+            left -= min(left, 4 * SEGMENT);
         }
         commit();
-        ++issued;
     }
 
     /// The oldest segment has been read by this lane.
     __device__ void release() {
         __syncwarp();
-        issue();
+        issue(oldest % STAGES);
         ++oldest;
     }
 
@@ -272,7 +281,7 @@ __global__ void unpack(const u32 *words, u64 n_words, u64 base, const u32 *row_w
     Ring<STAGES> ring(rows, arena + warp * STAGES * SEGMENT, queue, lane, raw_words, skip);
     Flags flags{area, nullptr, 0, lane};
 #pragma unroll 1
-    for (int i = 0; i < STAGES; ++i) ring.issue();
+    for (u32 i = 0; i < STAGES; ++i) ring.issue(i);
     for (u32 row = 0; row != ring.queued; ++row) {
         __syncwarp();
         const Entry entry = queue[row % STAGES];

@@ -6,6 +6,7 @@ The results equal those of `packing`, bit for bit. Nothing here waits for the GP
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from gpubloat.tensors.packing import Packed
 THREADS = 512  # of a block; more warps share one copy of the codebook
 MOST_BOOK_BYTES = 64 << 10  # of a codebook in shared memory: two blocks per SM
 MOST_ROW_BYTES = 1 << 30  # the kernels count the words of four rows in 32 bits
-SLAB = 1 << 15  # rows that one thread counts at most
+LINE_BYTES = 16 << 10  # of whole rows that `count` reads side by side, at most, but for longer rows
+LEAST_LINES = 64  # of a block
 _STAGE_WORDS = 66  # of a warp that packs
 
 
@@ -190,19 +192,20 @@ def count(x: Any) -> Any:
     counts = torch.zeros(8 * row_bytes, dtype=torch.int64, device=x.device)
     if n == 0 or row_bytes == 0:
         return counts
-    unit = next(u for u in (4, 2, 1) if row_bytes % u == 0 and x.data_ptr() % u == 0)
-    period, threads = row_bytes // unit, 128
-    kernel = launch.load(gpu, kernels.count(unit), threads, 0)
-    joined = max(1, min(n, 1024 // period))  # short rows are read several at a time: a warp's lanes are columns
-    for begin, rows_, columns in ((0, n // joined, period * joined), (n // joined * joined, n % joined, period)):
-        if rows_:
-            across = -(-columns // threads)
-            slab = max(64, min(SLAB, -(-rows_ * across // (gpu.n_sms * kernel.blocks * 4))))
-            arguments = (
-                pointer(int(x.data_ptr()) + begin * row_bytes), u64(rows_), u64(columns), u64(period), u64(slab),
-                pointer(counts),
-            )  # fmt: skip
-            launch.launch(kernel, (across, -(-rows_ // slab)), threads, 0, arguments)
+    threads = kernels.COUNT_COLUMNS
+    shared_bytes = 4 * kernels.COUNT_PLANES * threads
+    kernel = launch.load(gpu, kernels.COUNT, threads, shared_bytes)
+    whole = 4 // math.gcd(row_bytes, 4)  # rows that make whole words
+    columns = row_bytes * whole * max(1, LINE_BYTES // (row_bytes * whole)) // 4
+    n_words = n * row_bytes // 4
+    across, lines = max(1, -(-min(columns, n_words) // threads)), max(1, -(-n_words // columns))
+    # Blocks that run at the same time, if lines are enough for that; each empties its counters once.
+    blocks = max(1, gpu.n_sms * kernel.blocks // across)
+    slab = min(max(LEAST_LINES, -(-lines // blocks)), (1 << kernels.COUNT_PLANES) - 1)
+    launch.launch(
+        kernel, (across, -(-lines // slab)), threads, shared_bytes,
+        (pointer(x), u64(n * row_bytes), u32(columns), u64(8 * row_bytes), u64(slab), pointer(counts)),
+    )  # fmt: skip
     return counts
 
 

@@ -106,7 +106,11 @@ def _unregister(registered: list[int], pages: mmap.mmap) -> None:
 
 
 def is_readable(address: int) -> bool:
-    """Whether a GPU can read what lies there: memory of a device, or pinned memory of the host."""
+    """Whether a GPU can read what lies there: memory of a device, or pinned memory of the host.
+
+    The function for several attributes is asked: an address that CUDA does not know is no error of it.
+    """
     driver = launch.driver()
-    status, kind = driver.cuPointerGetAttribute(driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
-    return bool(status == 0 and kind)
+    kind = driver.CUpointer_attribute.CU_POINTER_ATTRIBUTE_MEMORY_TYPE
+    status, found = driver.cuPointerGetAttributes(1, [kind], address)
+    return bool(status == 0 and found[0])

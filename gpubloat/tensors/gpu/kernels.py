@@ -18,6 +18,7 @@ from gpubloat.native import build
 SOURCES = build.FOLDER / "tensors"
 SEGMENT_WORDS = 128  # of unpack.cu
 STAGES = 4
+COUNT_COLUMNS, COUNT_PLANES = 256, 16  # of count.cu
 PAD = 128  # words of a codebook are a multiple
 INSTALL = "pip install 'gpubloat[gpu]' nvidia-cuda-nvrtc"
 
@@ -52,24 +53,18 @@ def pack(chunk_bits: int) -> Kernel:
     return Kernel("pack", f"pack<{chunk_bits}>")
 
 
-def count(unit_bytes: int) -> Kernel:
-    """Counts set bits of columns of 1, 2 or 4 bytes."""
-    return Kernel("count", f"count<u{unit_bytes * 8}>")
-
-
 def read_rows(unit_bytes: int) -> Kernel:
     """Copies rows by index in units of 1 to 16 bytes."""
     return Kernel("read", f"read_rows<{'uint4' if unit_bytes == 16 else f'u{unit_bytes * 8}'}>")
 
 
-MOVE_ROWS = Kernel("read", "move_rows")
+COUNT, MOVE_ROWS = Kernel("count", "count"), Kernel("read", "move_rows")
 ALL = (
     *(unpack(w, n, book_shared=shared) for w in (8, 16, 32, 64) for n in (1, 2, 4) if w < 64 or n > 1
       for shared in (True, False)),
     *(kernel(w) for w in (8, 16, 32, 64) for kernel in (row_sizes, pack)),
-    *(count(unit) for unit in (1, 2, 4)),
     *(read_rows(unit) for unit in (1, 2, 4, 8, 16)),
-    MOVE_ROWS,
+    COUNT, MOVE_ROWS,
 )  # fmt: skip
 
 
