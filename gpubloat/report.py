@@ -13,7 +13,7 @@ import matplotlib.pyplot as plt
 import pandas as pd
 from matplotlib.axes import Axes
 
-from gpubloat.analysis import debloat, diagnosis, memory, usage, whatif
+from gpubloat.analysis import debloat, diagnosis, memory, rates, usage, whatif
 from gpubloat.analysis import energy as joules
 from gpubloat.analysis import libraries as analysis
 from gpubloat.analysis import tensors as bits
@@ -21,11 +21,13 @@ from gpubloat.errors import GpubloatError
 from gpubloat.plots import energy as energy_plots
 from gpubloat.plots import libraries as plots
 from gpubloat.plots import memory as memory_plots
+from gpubloat.plots import rates as rate_plots
 from gpubloat.plots import style
 from gpubloat.plots import tensors as tensor_plots
 from gpubloat.run import Run
 
 _STYLE = """body{font:15px/1.45 system-ui,sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem;color:#222}
+.wide{overflow-x:auto}
 table{border-collapse:collapse;font-size:13px}td,th{padding:2px 8px;border-bottom:1px solid #ddd;text-align:right}
 td:first-child,th:first-child{text-align:left;overflow-wrap:anywhere;min-width:8rem}img{max-width:100%}pre{background:#f6f6f6;
 padding:.6rem;white-space:pre-wrap;overflow-wrap:anywhere;font-size:12px}"""
@@ -105,6 +107,12 @@ _TENSORS = ["label", "dtype", "raw_bytes", "best_frac", "paper_frac", "chunk_bit
 
 
 def _tensors(run: Run) -> list[tuple[str, str]]:
+    """What the run's tables allow: of tensors, or of a campaign that timed them on a GPU."""
+    parts = _bits(run) if {"tensors", "bits", "savings"} <= set(run) else []
+    return parts + (_rates(run["rates"]) if "rates" in set(run) else [])
+
+
+def _bits(run: Run) -> list[tuple[str, str]]:
     """Savings and bounds of the largest tensors, where their bits agree, and what is held in too wide a type."""
     found = bits.against_bounds(run["tensors"], run["savings"])
     parts = [("What packing saves, and bounds", _table(found[_TENSORS]))]
@@ -118,6 +126,19 @@ def _tensors(run: Run) -> list[tuple[str, str]]:
     hidden = bits.hidden_precision(run["tensors"], run["bits"])
     if len(hidden):
         parts.append(("Hidden precision", _table(hidden[["label", "dtype", "raw_bytes", "unused_bytes", "finding"]])))
+    return parts
+
+
+def _rates(table: pd.DataFrame) -> list[tuple[str, str]]:
+    """What was measured, and of matrices and workloads how fast they arrive."""
+    parts = [("What was measured", _table(rates.coverage(table)))]
+    decoded, gained = rates.decode_rates(table), rates.speedups(table)
+    if len(decoded):
+        height = 1.4 + 0.2 * len(decoded)
+        parts.append(("Rows by number", _figure(lambda ax: rate_plots.decode_dots(decoded, ax=ax), height)))
+        parts.append(("Rates of matrices", _table(decoded)))
+    if len(gained):
+        parts.append(("Workloads", _table(gained)))
     return parts
 
 
@@ -184,7 +205,8 @@ def _table(frame: pd.DataFrame) -> str:
     shown = frame.copy()
     for name in frame.select_dtypes("integer"):
         shown[name] = ["-" if pd.isna(v) else f"{v:,}" for v in frame[name]]
-    return str(shown.to_html(index=False, border=0, na_rep="-", float_format="{:.3f}".format, escape=True))
+    table = shown.to_html(index=False, border=0, na_rep="-", float_format="{:.3f}".format, escape=True)
+    return f"<div class=wide>{table}</div>"
 
 
 def _figure(draw: Callable[[Axes], Axes], height: float) -> str:

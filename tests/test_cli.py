@@ -105,6 +105,15 @@ def test_report_is_one_self_contained_page(library: str, tmp_path: Path) -> None
     assert gpubloat("report", str(tmp_path / "run"), "--html", str(tmp_path / "page.html")).returncode == 1
 
 
+def test_report_of_rates_measured_on_a_gpu(tmp_path: Path) -> None:
+    run = Path(__file__).parents[1] / "data" / "measured" / "tensors-h200"
+    done = gpubloat("report", str(run), "--html", str(tmp_path / "page.html"))
+    assert done.returncode == 0, done.stderr
+    page = (tmp_path / "page.html").read_text()
+    assert "Rates of matrices" in page
+    assert page.count("data:image/png;base64,") == 1
+
+
 def test_doctor_and_version() -> None:
     checks = json.loads(gpubloat("doctor", "--json").stdout)
     assert {c["state"] for c in checks} <= {"yes", "no", "limited"}

@@ -154,6 +154,17 @@ def test_measure_as_json_and_no_emissions_unless_asked(energy: Command, model: P
     assert sum(row["step_j"] for row in told["operators"]) + told["closure"]["remainder_j"] == told["closure"]["step_j"]
 
 
+def test_what_the_function_prints_is_not_in_the_json_and_it_reads_nothing(energy: Command, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "talks.py"
+    file.write_text(
+        "import sys, torch\ndef step():\n    print('hello')\n    return torch.ones(3) + len(sys.stdin.read())\n"
+    )
+    done = energy("measure", f"{file}:step", "--times-only", "--json")
+    assert json.loads(done.out)["operators"]
+    assert "hello" in done.error
+
+
 def test_measure_times_only(energy: Command, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("torch")
     monkeypatch.setitem(sys.modules, "pynvml", None)

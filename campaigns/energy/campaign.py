@@ -74,6 +74,10 @@ class Campaign:
             torch.cuda.empty_cache()
         print(f"{name}: {time.monotonic() - started:.1f} s{' FAILED' if name in self.failed else ''}", flush=True)
 
+    def about(self) -> dict[str, Any]:
+        card = self.meter.describe()
+        return {"gpus": [card["name"]], "meter": card}
+
     def folder(self, name: str) -> Path:
         return self.out / f"energy-h200-{name}"
 
@@ -108,7 +112,7 @@ def probe(campaign: Campaign) -> None:
 def write_blocks(campaign: Campaign, name: str, rows: pd.DataFrame, told: dict[str, Any]) -> None:
     with RunWriter("energy", ["blocks"], campaign.folder(name), True) as writer:
         writer.append("blocks", rows)
-        writer.finish(provenance(f"campaign {name}", {}, []) | {"meter": campaign.meter.describe()} | told)
+        writer.finish(provenance(f"campaign {name}", {}, []) | campaign.about() | told)
 
 
 def repeats(campaign: Campaign) -> None:
@@ -246,7 +250,7 @@ def overhead(campaign: Campaign) -> None:
     with capture(step):
         rows.append({"what": "capture pass", "step_s": time.perf_counter() - start})
     with RunWriter("energy", [], campaign.folder("overhead"), True) as writer:
-        writer.finish(provenance("campaign overhead", {}, []) | {"steps": rows})
+        writer.finish(provenance("campaign overhead", {}, []) | campaign.about() | {"steps": rows})
     print(pd.DataFrame(rows).groupby("what")["step_s"].agg(["median", "min", "max"]).to_string(), flush=True)
 
 

@@ -82,6 +82,9 @@ def _main(
     """Where a GPU's bytes and joules go, and how to take them back."""
 
 
+INTERRUPTED = 130  # exit status after Ctrl-C
+
+
 def _ended(number: int, _: object) -> None:
     raise SystemExit(128 + number)
 
@@ -99,9 +102,11 @@ def main() -> None:
         if error.hint:
             print(f"  hint: {error.hint}", file=sys.stderr)
         raise SystemExit(1) from None
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, SystemExit) as error:
+        if isinstance(error, SystemExit) and error.code != INTERRUPTED:  # what typer makes of the former
+            raise
         print("gpubloat: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+        raise SystemExit(INTERRUPTED) from None
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         raise SystemExit(1) from None

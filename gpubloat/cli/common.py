@@ -86,28 +86,47 @@ def shown(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def print_table(frame: pd.DataFrame, title: str, to_stderr: bool = False) -> None:
-    import pandas as pd
-    from rich.box import SIMPLE_HEAD
+    """A table that fits the terminal, if need be with the words of its heads one below the other; if it does not fit
+    even so, a block of lines per row, so that nothing is cut."""
     from rich.console import Console
     from rich.markup import escape
-    from rich.table import Table
 
-    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
-    for name in frame.columns:
-        is_text = pd.api.types.is_string_dtype(frame[name])
-        table.add_column(
-            name.replace("_", " "),
-            justify="left" if is_text else "right",
-            no_wrap=not is_text,  # in a narrow terminal names wrap, numbers stay whole
-            min_width=max((len(_cell(value)) for value in frame[name]), default=0) if not is_text else 12,
-            overflow="fold",
-        )
-    for row in frame.itertuples(index=False, name=None):
-        table.add_row(*(escape(_cell(v)) for v in row))
     console = Console(stderr=to_stderr)
     if not console.is_terminal:  # a file or a pipe has no width: show names whole
         console = Console(width=200, stderr=to_stderr)
-    console.print(table)
+    cells = [[escape(_cell(value)) for value in row] for row in frame.itertuples(index=False, name=None)]
+    for separator in (" ", "\n"):
+        table = _table(frame, cells, title, separator)
+        if console.measure(table, options=console.options.update(width=1000)).minimum <= console.width or not cells:
+            console.print(table)
+            return
+    names = [str(name).replace("_", " ") for name in frame.columns]
+    blocks = ["\n".join(f"{name:{max(map(len, names))}}  {cell}" for name, cell in zip(names, row)) for row in cells]
+    console.print(f"[italic]{escape(title)}[/italic]\n\n" + "\n\n".join(blocks) + "\n", highlight=False)
+
+
+def _table(frame: pd.DataFrame, cells: list[list[str]], title: str, separator: str) -> Any:
+    import pandas as pd
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(title=title, title_justify="left", header_style="bold", box=SIMPLE_HEAD, pad_edge=False)
+    for number, name in enumerate(frame.columns):
+        is_text = pd.api.types.is_string_dtype(frame[name])
+        head = name.replace("_", separator)
+        if not is_text:
+            head = head.replace(" ", separator)
+        longest = 12 if is_text else max((len(row[number]) for row in cells), default=0)
+        table.add_column(
+            head,
+            justify="left" if is_text else "right",
+            no_wrap=not is_text,  # in a narrow terminal names wrap, numbers stay whole
+            min_width=max(longest, *map(len, head.split("\n" if not is_text else None))),
+            overflow="fold",
+        )
+    for row in cells:
+        table.add_row(*row)
+    return table
 
 
 def _cell(value: Any) -> str:

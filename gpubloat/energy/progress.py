@@ -14,18 +14,11 @@ def silent(_: str) -> None:
 
 @contextlib.contextmanager
 def shown(wanted: bool) -> Iterator[Told]:
-    """Give what to call with a few words on each step; the line, with the time since the last words, ends with the
-    block. Nothing is written where stderr is no terminal.
-    """
+    """Give what to call with a few words on each step. The line goes with the block; a pipe gets none."""
     if not wanted:
         yield silent
         return
     from tqdm.auto import tqdm
 
-    with tqdm(bar_format="{desc} [{elapsed}]", disable=None, leave=False) as line:
-
-        def told(what: str) -> None:
-            line.reset()
-            line.set_description_str(what)
-
-        yield told
+    with tqdm(bar_format="{desc}", disable=None, leave=False) as line:
+        yield line.set_description_str

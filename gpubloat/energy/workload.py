@@ -39,7 +39,7 @@ def workload(spec: str, seed: int = 0, given: tuple[Any, ...] | None = None) -> 
 
     Until the block ends, the folder of the file is first on `sys.path`, as with ``python FILE.py``; then the path, and
     the modules that came from that folder, are as before. The file is not run as a program: its ``__name__`` is not
-    "__main__".
+    "__main__". What it prints, many times, goes to stderr; it finds nothing to read.
 
     Parameters
     ----------
@@ -52,7 +52,7 @@ def workload(spec: str, seed: int = 0, given: tuple[Any, ...] | None = None) -> 
     GpubloatError : no such file or function, the file raised, arguments that do not fit, a generator or coroutine.
     """
     file, name = _split(spec)
-    with _loaded(file) as module:
+    with _apart(), _loaded(file) as module:
         fn = _function(module, file, name)
         called = f"{file.name}:{name or getattr(fn, '__name__', '')}"
         if inspect.isgeneratorfunction(fn) or inspect.iscoroutinefunction(fn) or inspect.isasyncgenfunction(fn):
@@ -91,6 +91,18 @@ def _split(spec: str) -> tuple[Path, str]:
     if file.suffix != ".py":
         raise GpubloatError(f"{file} is no Python file", "give FILE.py:function")
     return file, name
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """Standard input and output are the command's own."""
+    before = sys.stdin
+    with open(os.devnull, encoding="utf-8") as nothing, contextlib.redirect_stdout(sys.stderr):
+        sys.stdin = nothing
+        try:
+            yield
+        finally:
+            sys.stdin = before
 
 
 @contextlib.contextmanager
