@@ -6,7 +6,7 @@ What was not measured is a word, never a bar or a mark at 0. Whiskers are 95 % i
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import matplotlib.pyplot as plt
@@ -112,21 +112,33 @@ def _named(row: dict[Any, Any], letters: int) -> str:
 
 def _folded(table: pd.DataFrame, rows: int) -> pd.DataFrame:
     """The first rows, the others of each kind as one, and the remainder."""
+
+    def joined(others: pd.DataFrame) -> dict[str, Any]:
+        return {"times": 1, **{n: others[n].sum(min_count=1) for n in ("step_j", "step_frac")},
+                "error_j": _root_sum(others["error_j"])}  # fmt: skip
+
+    return _by_kind(table[["kind", "name", "times", "step_j", "error_j", "step_frac"]], rows, 3, joined)
+
+
+def _by_kind(
+    table: pd.DataFrame, rows: int, unmeasured: int, joined: Callable[[pd.DataFrame], dict[str, Any]]
+) -> pd.DataFrame:
+    """The first rows that were measured, the first that were not, those left of each as one, and the remainder."""
     parts = []
-    for kind, most in ((OPERATOR, rows), (UNMEASURED, 3)):
+    for kind, most in ((OPERATOR, rows), (UNMEASURED, unmeasured)):
         mine = table[table["kind"] == kind]
         cut = most if len(mine) <= most else most - 1
         parts.append(mine.head(cut))
         others = mine.iloc[cut:]
         if len(others):
-            row: dict[str, Any] = {"kind": kind, "name": f"{len(others)} other rows", "times": 1}
-            row["step_j"] = others["step_j"].sum(min_count=1)
-            row["step_frac"] = others["step_frac"].sum(min_count=1)
-            row["error_j"] = float(np.sqrt((others["error_j"].astype(float) ** 2).sum(min_count=1)))
-            parts.append(pd.DataFrame([row]))
+            parts.append(pd.DataFrame([{"kind": kind, "name": f"{len(others)} other rows", **joined(others)}]))
     parts.append(table[table["kind"] == REMAINDER])
-    shown = [part[["kind", "name", "times", "step_j", "error_j", "step_frac"]] for part in parts if len(part)]
+    shown = [part for part in parts if len(part)]
     return pd.concat(shown, ignore_index=True) if shown else table.head(0)
+
+
+def _root_sum(errors: pd.Series) -> float:
+    return float(np.sqrt((errors.astype(float) ** 2).sum(min_count=1)))
 
 
 def two_systems(
@@ -176,25 +188,17 @@ def two_systems(
 
 
 def _folded_pairs(table: pd.DataFrame, rows: int) -> pd.DataFrame:
-    """The first rows, the others as one, so with those that were not measured of both sides, and the remainder."""
-    parts = []
-    for kind, most in ((OPERATOR, rows), (UNMEASURED, 2)):
-        mine = table[table["kind"] == kind]
-        cut = most if len(mine) <= most else most - 1
-        parts.append(mine.head(cut))
-        others = mine.iloc[cut:]
-        if len(others):
-            row: dict[str, Any] = {"kind": kind, "name": f"{len(others)} other rows"}
-            for side in ("a", "b"):
-                known = kind == OPERATOR
-                row[f"{side}_n"] = int(others[f"{side}_n"].sum())
-                row[f"{side}_step_j"] = float(others[f"{side}_step_j"].sum()) if known else np.nan
-                error_j = float(np.sqrt((others[f"{side}_error_j"].astype(float) ** 2).sum()))
-                row[f"{side}_error_j"] = error_j if known else np.nan
-            parts.append(pd.DataFrame([row]))
-    parts.append(table[table["kind"] == REMAINDER])
-    shown = [part for part in parts if len(part)]
-    return pd.concat(shown, ignore_index=True) if shown else table.head(0)
+    """As `_folded`, of both sides. A pair of which one side was not measured has no sum of the other."""
+
+    def joined(others: pd.DataFrame) -> dict[str, Any]:
+        row: dict[str, Any] = {f"{side}_n": int(others[f"{side}_n"].sum()) for side in "ab"}
+        for side in "ab":
+            known = bool((others["kind"] == OPERATOR).all())
+            row[f"{side}_step_j"] = float(others[f"{side}_step_j"].sum()) if known else np.nan
+            row[f"{side}_error_j"] = _root_sum(others[f"{side}_error_j"]) if known else np.nan
+        return row
+
+    return _by_kind(table, rows, 2, joined)
 
 
 def _legend_above(ax: Axes, handles: list[Any], columns: int) -> None:

@@ -7,7 +7,6 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -23,19 +22,10 @@ from gpubloat.tables.energy import VERDICTS, Closure, Comparisons, Loads, Operat
 from tests.analysis.test_energy import closure, comparisons, loads, operators, samples
 from tests.plots.drawn import legend, texts, ticks
 
-mpl.use("Agg")
 NAN = math.nan
 MINUS = "\N{MINUS SIGN}"
 MISSING = {"call_j": NAN, "error_j": NAN}
 TIMES = "\N{MULTIPLICATION SIGN}"
-
-
-@pytest.fixture
-def ax():  # type: ignore[no-untyped-def]
-    figure, axes = plt.subplots()
-    yield axes
-    figure.canvas.draw()
-    plt.close(figure)
 
 
 def widths(ax: Any) -> list[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pandas as pd
@@ -23,16 +22,6 @@ from tests.analysis.test_training import runs
 from tests.build import snapshot
 from tests.memory.test_real_traces import TRACES, needs_traces
 from tests.plots.drawn import legend, texts, ticks
-
-mpl.use("Agg")
-
-
-@pytest.fixture
-def ax():  # type: ignore[no-untyped-def]
-    figure, axes = plt.subplots()
-    yield axes
-    figure.canvas.draw()
-    plt.close(figure)
 
 
 def events(**at: int) -> pd.DataFrame:

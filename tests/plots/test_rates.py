@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import pytest
 
@@ -13,16 +12,6 @@ from gpubloat.plots import rates as plots
 from gpubloat.tables.tensors import Rates
 from tests.analysis.test_rates import DENSE, NO_TIME, SPARSE, WORK, codec, rates, workload
 from tests.plots.drawn import legend, texts, ticks
-
-mpl.use("Agg")
-
-
-@pytest.fixture
-def ax():  # type: ignore[no-untyped-def]
-    figure, axes = plt.subplots()
-    yield axes
-    figure.canvas.draw()
-    plt.close(figure)
 
 
 def test_the_link_has_a_line_per_memory_and_order(ax: Any) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import matplotlib as mpl
 import matplotlib.pyplot as plt
 import numpy as np
 import pytest
@@ -14,16 +13,6 @@ from gpubloat.plots import tensors as plots
 from gpubloat.tables.tensors import Bits, Savings, Tensors
 from tests.analysis.test_tensors import SWEPT, bits, savings, tensors
 from tests.plots.drawn import legend, texts, ticks
-
-mpl.use("Agg")
-
-
-@pytest.fixture
-def ax():  # type: ignore[no-untyped-def]
-    figure, axes = plt.subplots()
-    yield axes
-    figure.canvas.draw()
-    plt.close(figure)
 
 
 def test_the_map_has_a_cell_per_bit(ax: Any) -> None:
