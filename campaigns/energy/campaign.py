@@ -3,7 +3,7 @@
     python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
                                         [--cases gelu,tf32] [--deadline S] [--null-repeats 20] [--band FRAC]
 
-probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 60 to 100 s each; gpt2
+probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 50 to 180 s each; gpt2
 by operator 150 s; pairs 100 to 200 s each; overhead 90 s. Runs are written to DIR as they end. Cases of JAX run in
 programs of their own. What fails is told in DIR/failed.json and does not stop the rest.
 """
@@ -42,7 +42,7 @@ from gpubloat.energy.timing import time as timed  # noqa: E402
 from gpubloat.energy.workload import kinds, workload  # noqa: E402
 from gpubloat.run import RunWriter, provenance  # noqa: E402
 
-CASE_SECONDS = 150.0
+CASE_SECONDS = 240.0
 
 
 class Campaign:

@@ -16,6 +16,8 @@ from gpubloat.energy.sampler import Clock, WallClock
 from gpubloat.errors import MissingToolError, sentence
 from gpubloat.optional import torch_module
 
+Around = Callable[[], AbstractContextManager[Any]]
+
 AS_CALLED, IN_A_GRAPH = "as called", "CUDA graph"
 _TRIAL_S = 0.005  # calls are timed until they have taken this long
 _MOST_CALLS = 1000  # of one `Work.run`
@@ -56,14 +58,15 @@ class Engine(Protocol):
     """Runs work on one device.
 
     clock : that of the meter. prepared : a function as work; `as_graph` asks for a CUDA graph and gets one if it can
-    be. run : whole runs of `work` until `seconds` have passed, at least one, without a gap between them. idle : nothing
-    is run. release : gives memory back that nobody uses.
+    be; `around` makes a context that is entered once for all calls of a run. run : whole runs of `work` until `seconds`
+    have passed, at least one, without a gap between them. idle : nothing is run. release : gives memory back that
+    nobody uses.
     """
 
     @property
     def clock(self) -> Clock: ...
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work: ...
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work: ...
 
     def run(self, work: Work, seconds: float) -> Ran: ...
 
@@ -84,13 +87,14 @@ def of_replay(replay: Replay) -> Work:
     return Work(replay.run, replay.calls, replay.how, replay.restore)
 
 
-def repeated(fn: Callable[[], Any], calls: int) -> Callable[[], Any]:
-    """Calls `fn` that often; gives what the last call gave."""
+def repeated(fn: Callable[[], Any], calls: int, around: Around = nullcontext) -> Callable[[], Any]:
+    """Calls `fn` that often, in one context; gives what the last call gave."""
 
     def run() -> Any:
         result = None
-        for _ in range(calls):
-            result = fn()
+        with around():
+            for _ in range(calls):
+                result = fn()
         return result
 
     return run
@@ -107,14 +111,15 @@ class TorchEngine:
         self._index = index
         self.clock: Clock = clock or WallClock()
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:
         """About 20 ms of calls, at most 1,000. They are captured in one graph where that works.
 
         In a graph the host's work is left out: the calls of Python, waiting, what runs on the CPU. Functions that wait
         for the GPU cannot be captured and run as called.
         """
-        calls = _calls(fn, self._finish, self.clock)
-        body = repeated(fn, calls)
+        with around():
+            calls = _calls(fn, self._finish, self.clock)
+        body = repeated(fn, calls, around)
         if not as_graph:
             return Work(body, calls, AS_CALLED)
         if self._index is None:
@@ -181,15 +186,17 @@ class JaxEngine:
         self.clock: Clock = clock or WallClock()
         self._result: Any = None
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:
         """About 20 ms of calls, at most 1,000."""
 
         def called() -> Any:
             self._result = fn()
 
-        calls = _calls(called, self._finish, self.clock)
+        with around():
+            calls = _calls(called, self._finish, self.clock)
         self._result = None
-        return Work(repeated(fn, calls), calls, f"{AS_CALLED}: JAX captures no graph here" if as_graph else AS_CALLED)
+        how = f"{AS_CALLED}: JAX captures no graph here" if as_graph else AS_CALLED
+        return Work(repeated(fn, calls, around), calls, how)
 
     def run(self, work: Work, seconds: float) -> Ran:
         waiting: Any = None

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
-from gpubloat.energy.engines import AS_CALLED, IN_A_GRAPH, Ran, Work
+from gpubloat.energy.engines import AS_CALLED, IN_A_GRAPH, Around, Ran, Work
 from gpubloat.energy.recording import Simulated, Steps, VirtualClock
 from tests.energy.cards import IDLE_W
 
@@ -50,7 +51,7 @@ class Rig:
         self._random = random.Random(seed)
         self.clock.sleep(self._random.uniform(1.0, 1.1))  # ticks fall anywhere in a block
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:  # noqa: ARG002
         if not as_graph:
             return Work(fn, CALLS, AS_CALLED)
         waits = isinstance(fn, Costs) and fn.waits

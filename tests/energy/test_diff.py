@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import sys
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from gpubloat import Run
 from gpubloat.energy.differences.flow import diff
-from gpubloat.energy.engines import Work
+from gpubloat.energy.engines import Around, Work
 from gpubloat.errors import DeviceError, GpubloatError
 from tests.energy.cards import Changed
 from tests.energy.rigs import Costs, Rig
@@ -32,8 +33,9 @@ class Charged(Rig):
     def charge(self, call_s: float, watts: float, host_s: float = 0.0) -> None:
         self._charged = Costs(call_s, watts, host_s)
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool) -> Work:
-        fn()
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:
+        with around():
+            fn()
         return super().prepared(self._charged or fn, as_graph)
 
 
@@ -195,6 +197,20 @@ def test_a_setting_is_measured_as_the_fix(case: Callable[[str], Any], torch: Any
     assert (row["cause"], row["fix"]) == ("precision", "torch.backends.cuda.matmul.allow_tf32 = True")
     assert row["fix_saved_frac"] == pytest.approx(1 - 0.6 / 4.0, abs=0.01)
     assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_a_setting_that_saves_nothing_is_no_fix(case: Callable[[str], Any]) -> None:
+    """The function sets it back itself, as that of the case does: then the other side is the fix."""
+    module, rig = case("tf32"), Charged()
+    run = compared(
+        rig, costing(rig, module.slow, 8e-3, 500.0), costing(rig, module.fast, 1e-3, 600.0),
+        *module.inputs(0, small=True),
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["cause"], row["fix"]) == ("precision", "B in place of A")
+    assert row["fix_saved_frac"] == pytest.approx(1 - 0.6 / 4.0, abs=0.01)
+    assert "torch.backends.cuda.matmul.allow_tf32 = True saves nothing" in row["notes"]
+    assert set(run["blocks"]["subject"]) == {"whole", "the setting", "the fix"}
 
 
 def test_what_there_is_no_time_for(case: Callable[[str], Any]) -> None:

@@ -124,6 +124,23 @@ def test_a_graph_makes_many_calls(gpu: Gpu) -> None:
     assert "wait_stream" in gpu.calls
 
 
+def test_a_context_is_entered_once_for_all_calls_of_a_run(gpu: Gpu) -> None:
+    """As a graph it is entered while captured only: what it does at its start is in the graph once."""
+    entered = []
+
+    @contextlib.contextmanager
+    def around() -> Iterator[None]:
+        entered.append(gpu.n_calls)
+        yield
+        entered.append(gpu.n_calls)
+
+    for as_graph in (False, True):
+        work = TorchEngine(0, gpu.clock).prepared(gpu.kernel, as_graph, around)
+        entered.clear()
+        work.run()
+        assert [b - a for a, b in zip(entered[::2], entered[1::2])] == ([] if as_graph else [work.calls])
+
+
 def test_what_cannot_be_captured_runs_as_called_and_says_why(gpu: Gpu) -> None:
     gpu.may_capture = False
     engine = TorchEngine(0, gpu.clock)

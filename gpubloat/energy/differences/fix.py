@@ -10,6 +10,7 @@ from gpubloat.energy.capture import capture
 from gpubloat.energy.causes import Cause, Switch
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.pair import Pair
+from gpubloat.energy.engines import IN_A_GRAPH
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.statistics import NO_DIFFERENCE, UNKNOWN, Saved
 from gpubloat.errors import GpubloatError, sentence
@@ -35,7 +36,7 @@ class Fix:
 
 
 def fix(pair: Pair, cause: Cause | None) -> Fix:
-    """Measure the wasteful side against itself with the cause's setting; without one, against the other side again.
+    """Measure the wasteful side with the cause's setting; without one that saves energy, the other side in its place.
 
     Nothing is measured where nothing differs, where no energy is known, or past the deadline.
     """
@@ -47,14 +48,19 @@ def fix(pair: Pair, cause: Cause | None) -> Fix:
     if not pair.has_time:
         return Fix("", notes=["no fix was measured: the deadline was reached"])
     slow = "AB".index(whole.saved.wasteful)
-    if cause.switch is not None and cause.switch.setter is not None:
-        return _switched(pair, slow, cause.switch)
+    switch = cause.switch
+    tried = Fix("") if switch is None or switch.setter is None else _switched(pair, slow, switch)
+    if tried.saved is not None or not pair.has_time:
+        return tried
     found = pair.compare(pair.fns[slow], pair.fns[1 - slow], "the fix")
-    return _judged(f"{'BA'[slow]} in place of {'AB'[slow]}", found, [])
+    return _judged(pair, f"{'BA'[slow]} in place of {'AB'[slow]}", found, tried.notes)
 
 
 def _switched(pair: Pair, slow: int, switch: Switch) -> Fix:
+    """Set once for many calls, as a user would: what the setting itself takes, such as a copy, is hardly counted."""
     fn, args = pair.fns[slow], pair.args[slow]
+    assert pair.whole is not None
+    in_a_graph = (pair.whole.a, pair.whole.b)[slow].how == IN_A_GRAPH
 
     def fixed() -> Any:
         with switch.on(*args):
@@ -62,10 +68,11 @@ def _switched(pair: Pair, slow: int, switch: Switch) -> Fix:
 
     notes = [] if _is_equal(fn, fixed) else [f"with {switch.setting} the outputs differ"]
     try:
-        found = pair.compare(fn, fixed, "the fix")
+        work = pair.engine.prepared(fn, in_a_graph, lambda: switch.on(*args))
+        found = pair.compare(fn, work, "the setting")
     except RuntimeError as error:  # of PyTorch: no backend can do this, or the build lacks it
         return Fix("", notes=[f"{switch.setting} cannot be used: {sentence(error)}"])
-    return _judged(switch.setting, found, notes)
+    return _judged(pair, switch.setting, found, notes)
 
 
 def _is_equal(fn: Callable[[], Any], fixed: Callable[[], Any]) -> bool:
@@ -76,9 +83,11 @@ def _is_equal(fn: Callable[[], Any], fixed: Callable[[], Any]) -> bool:
         return False
 
 
-def _judged(name: str, found: Comparison, notes: list[str]) -> Fix:
-    saved = found.saved if isinstance(found.saved, Saved) else None
-    if saved is not None and saved.wasteful == "B":
-        notes = [*notes, f"{name} takes more energy, not less"]
-        saved = None
-    return Fix(name, saved, notes)
+def _judged(pair: Pair, name: str, found: Comparison, notes: list[str]) -> Fix:
+    """What saves no more than A against A differs by is no fix: it is told in a note."""
+    if not isinstance(found.saved, Saved):
+        return Fix("", notes=[*notes, f"{name} was tried, but its energy is {found.saved}"])
+    is_certain = found.saved.low_frac > (pair.band if isinstance(pair.band, float) else 0.0)
+    if is_certain and found.saved.wasteful == "A":
+        return Fix(name, found.saved, notes)
+    return Fix("", notes=[*notes, f"{name} {'takes more energy, not less' if is_certain else 'saves nothing'}"])
