@@ -36,6 +36,7 @@ STEPS = ("link", "codec", "peers", "workloads", "gnn")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 PEERS = ("LZ4", "Snappy", "GDeflate", "Deflate", "Zstd", "Cascaded", "Bitcomp", "ANS")
 PEER_BYTES, PEER_ROWS = 128 * MIB, 20_000
+NO_CACHE = dict.fromkeys(("hits", "misses", "held", "capacity_bytes"), 0)
 METHOD = {
     "time": "median of 7 after one that is not counted, variants in turn; CUDA events around what is called",
     "moved_bytes": "packed or plain bytes that are read from the source; raw_bytes is what arrives",
@@ -220,7 +221,9 @@ def one_peer(campaign: Campaign, nvcomp: Any, algorithm: str, given: torch.Tenso
 
 def workloads(campaign: Campaign, _: Path) -> None:
     """An embedding table with popular rows, with and without a cache; a stack of linear layers out of host memory."""
-    n, d, batch, cache_bytes = (500, 64, 200, 20_000) if campaign.dry else (8_000_000, 128, 262_144, 128 * MIB)
+    n, d, batch, caches = (
+        (500, 64, 200, (20_000,)) if campaign.dry else (8_000_000, 128, 262_144, (16 * MIB, 128 * MIB))
+    )
     table = (torch.randn(min(n, 1 << 20), d, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
     table = table.repeat(-(-n // len(table)), 1)[:n]
     rng = np.random.default_rng(0)
@@ -252,13 +255,14 @@ def workloads(campaign: Campaign, _: Path) -> None:
         held = PackedTensor(packing.pack(table, chosen))
         if not campaign.dry:
             held.pin()
-        cache = RowCache(held, cache_bytes, device=campaign.where)
-        looked_up(kind, "no cache", held.gather, held.packed.row_words, cache.stats)
-        looked_up(kind, "cache", cache.gather, None, cache.stats)
+        looked_up(kind, "no cache", held.gather, held.packed.row_words, lambda: NO_CACHE)
+        for cache_bytes in caches:
+            cache = RowCache(held, cache_bytes, device=campaign.where)
+            looked_up(kind, f"cache of {cache_bytes / MIB:.0f} MiB", cache.gather, None, cache.stats)
         held.unpin()
         if campaign.late:
             return
-    looked_up("cpu_gather_copy", "no cache", cpu_gather_copy, None, dict)
+    looked_up("cpu_gather_copy", "no cache", cpu_gather_copy, None, lambda: NO_CACHE)
     width, depth = (32, 3) if campaign.dry else (8192, 16)
     torch.manual_seed(0)
     model = torch.nn.Sequential(*[torch.nn.Linear(width, width, bias=False) for _ in range(depth)])

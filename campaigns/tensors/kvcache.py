@@ -86,7 +86,8 @@ def main() -> None:
         num_attention_heads=given.heads, num_key_value_heads=given.heads, vocab_size=32000,
         max_position_embeddings=given.prompt + given.new,
     )  # fmt: skip
-    model = LlamaForCausalLM(config).to(device, torch.bfloat16).eval()
+    with torch.device(device):  # random weights are made where they are used
+        model = LlamaForCausalLM(config).to(torch.bfloat16).eval()
     prompt = torch.randint(0, config.vocab_size, (1, given.prompt), device=device)
     caches = {"plain": DynamicCache(), "packed": Cache(layer_class_to_replicate=PackedLayer)}
     if device == "cuda":

@@ -57,7 +57,7 @@ def embedding(table: pd.DataFrame) -> pd.DataFrame:
         late = group[group["batch"] >= min(HALF, group["batch"].max())]
         before = group[group["batch"] < late["batch"].min()].tail(1)
         hits, misses = (late[n].iloc[-1] - before[n].sum() for n in ("hits", "misses"))
-        is_cached = source == "cache" and hits > 0
+        is_cached = source.startswith("cache") and hits > 0
         told = (
             f"{hits / (hits + misses):.1%} of look-ups hit, {late['held'].iloc[-1]:.0f} rows held" if is_cached else ""
         )

@@ -173,11 +173,11 @@ def test_pageable_memory_is_refused(fake: Emulator, monkeypatch: pytest.MonkeyPa
 def test_rows_of_a_cache_move_and_decode(fake: Emulator) -> None:
     x = weights(200, 32)
     cache = RowCache(PackedTensor(packing.pack(x)), 20_000, ways=4, device="cpu")
-    source = on_gpu(cache.source.packed)
+    source, short = on_gpu(cache.source.packed), cache.kinds[0]
     indices, places = torch.tensor([5, 90, 13]), torch.tensor([0, 3, 9])
-    device.move_rows(source, indices, cache.slots, places, cache.lengths)
-    fits = source.row_words[indices] <= cache.slot_words
-    assert torch.equal(cache.lengths[places], torch.where(fits, source.row_words[indices], 0))
+    device.move_rows(source, indices, short.slots, places, short.lengths)
+    fits = source.row_words[indices] <= short.slot_words
+    assert torch.equal(short.lengths[places], torch.where(fits, source.row_words[indices], 0))
     assert fake.launched == ["move_rows"]
 
 

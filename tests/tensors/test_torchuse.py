@@ -108,20 +108,25 @@ def test_a_cache_keeps_rows_and_counts() -> None:
     x = weights(200, 32)
     packed = PackedTensor(packing.pack(x))
     cache = RowCache(packed, 20_000, ways=4, device="cpu")
-    assert cache.n_sets * 4 * cache.slot_words * 4 <= 20_000
+    assert [kind.slot_words for kind in cache.kinds] == [
+        int(np.quantile(packed.packed.row_words, 0.95, method="higher")), packed.packed.row_words.max()
+    ]  # fmt: skip
+    assert 15_000 < cache.stats()["capacity_bytes"] <= 20_000
     few = torch.arange(10)
     assert same(cache.gather(few), x[few])
     assert cache.stats()["hits"] == 0
     assert same(cache.gather(few), x[few])
-    kept = int((packed.packed.row_words[:10] <= cache.slot_words).sum())
-    assert cache.stats()["hits"] == kept
+    assert cache.stats()["hits"] == 10
     rng = torch.Generator().manual_seed(3)
     for _ in range(50):
         indices = torch.randint(0, 200, (64,), generator=rng)
         assert same(cache.gather(indices.view(8, 8)), x[indices].view(8, 8, 32))
-    tags = cache.tags[cache.tags >= 0]
+    tags = torch.cat([kind.tags.flatten() for kind in cache.kinds])
+    tags = tags[tags >= 0]
     assert len(tags) == len(tags.unique()) == cache.n_held
-    assert ((cache.tags % cache.n_sets == torch.arange(cache.n_sets)[:, None]) | (cache.tags < 0)).all()
+    for kind in cache.kinds:
+        assert ((kind.tags % kind.n_sets == torch.arange(kind.n_sets)[:, None]) | (kind.tags < 0)).all()
+        assert (packed.packed.row_words[kind.tags[kind.tags >= 0]] <= kind.slot_words).all()
     with pytest.raises(GpubloatError, match="out of range"):
         cache.gather(torch.tensor([200]))
     with pytest.raises(GpubloatError, match="less than one set"):
@@ -135,6 +140,30 @@ def test_a_cache_holds_more_packed_rows_than_plain_ones() -> None:
     for _ in range(64):
         cache.gather(torch.arange(1000))
     assert cache.n_held > 3 * 64
+
+
+def test_a_cache_keeps_a_row_that_does_not_shrink() -> None:
+    x = torch.zeros(1000, 64)
+    x[7] = torch.randint(1 << 30, (64,), generator=torch.Generator().manual_seed(1)).int().view(torch.float32)
+    packed = PackedTensor(packing.pack(x))
+    cache = RowCache(packed, 4000, device="cpu")
+    assert [kind.slot_words for kind in cache.kinds] == [packed.packed.row_words.min(), packed.packed.row_words[7]]
+    for _ in range(3):
+        assert same(cache.gather(torch.tensor([7, 7])), x[[7, 7]])
+    assert cache.stats()["hits"] == 4
+    never = RowCache(packed, 4000, slot_words=8, device="cpu")  # one length, as was asked for
+    for _ in range(3):
+        assert same(never.gather(torch.tensor([7, 7])), x[[7, 7]])
+    assert never.stats()["hits"] == 0
+
+
+def test_a_cache_keeps_first_what_is_asked_for_most_often() -> None:
+    x = weights(64, 16)
+    cache = RowCache(PackedTensor(packing.pack(x)), 2 * 64, ways=1, slot_words=16, device="cpu")
+    assert (cache.kinds[0].n_sets, len(cache.kinds)) == (2, 1)
+    asked = torch.tensor([0, 2, 4, 4, 4, 6, 1, 3, 3, 5])
+    assert same(cache.gather(asked), x[asked])
+    assert cache.kinds[0].tags.flatten().tolist() == [4, 3]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -13,16 +13,19 @@ from gpubloat.tensors.gpu.torchuse import PackedTensor, as_bytes, empty, torch
 from gpubloat.tensors.packing import Packed, _read_only
 from gpubloat.tensors.rowbits import decode
 
-LENGTH_QUANTILE = 0.95  # of packed rows that a slot is long enough for, unless given
+LENGTH_QUANTILE = 0.95  # of packed rows that a short slot is long enough for
 
 
 class RowCache:
-    """N ways of slots of one size; row r goes to set ``r % n_sets``, the way used longest ago.
+    """Slots for packed rows: most as long as nearly all rows need, some as long as the longest, for those beyond.
+
+    Without long slots a row that does not shrink could never be kept, however often it is asked for.
 
     Parameters
     ----------
     source : where rows come from; on a GPU it is pinned. capacity_bytes : of all slots. ways : slots of a set.
-    slot_words : 32-bit words of a slot; rows that are longer are never kept. device : where the slots are.
+    slot_words : 32-bit words of all slots, if there shall be one length only; longer rows are never kept. device :
+        where the slots are.
 
     Raises
     ------
@@ -34,89 +37,58 @@ class RowCache:
         device: Any = "cuda",
     ) -> None:  # fmt: skip
         lengths = source.packed.row_words
-        if slot_words is None:
-            slot_words = max(1, int(np.quantile(lengths, LENGTH_QUANTILE, method="higher"))) if len(lengths) else 1
         self.source = source
-        self.ways, self.slot_words = ways, slot_words
-        self.n_sets = capacity_bytes // (4 * slot_words * ways)
-        if self.n_sets < 1:
+        sizes = _sizes(lengths, capacity_bytes, ways) if slot_words is None else {}
+        if not sizes:
+            slot_words = slot_words or _short(lengths)
+            sizes = {slot_words: capacity_bytes // (4 * slot_words * ways)}
+        if min(sizes.values()) < 1:
             raise GpubloatError(
-                f"{capacity_bytes} bytes are less than one set of {ways} slots of {4 * slot_words} bytes",
+                f"{capacity_bytes} bytes are less than one set of {ways} slots of {4 * min(sizes)} bytes",
                 "give more, or fewer ways",
             )
-        slots = empty((self.n_sets * ways, slot_words), torch.int32, device)
-        self.slots, where = slots, slots.device
-        self.lengths = torch.zeros(len(slots), dtype=torch.int32, device=where)
-        self.row_words = torch.from_numpy(lengths.astype(np.int64)).to(where)
-        self.tags = torch.full((self.n_sets, ways), -1, dtype=torch.int64, device=where)
-        self.used = torch.zeros_like(self.tags)
-        self.clock = 0
+        self.kinds = [_Slots(source, n_sets, ways, words, device) for words, n_sets in sorted(sizes.items())]
+        where = self.kinds[0].slots.device
+        self._row_words = torch.from_numpy(lengths.astype(np.int64)).to(where)
+        self._bounds = torch.tensor([kind.slot_words for kind in self.kinds], device=where)
+        self._clock = 0
         self._hits = torch.zeros((), dtype=torch.int64, device=where)
         self._asked = 0
-        self._from: Any
-        self._cached: Any
-        if where.type == "cuda":
-            self._from = source.rows(where)
-            self._cached = dataclasses.replace(
-                self._from, address=slots.data_ptr(), n_words=slots.numel(), row_words=self.lengths, offsets=None,
-                stride=slot_words, owner=slots,
-            )  # fmt: skip
-        else:
-            self._from, self._cached = HostRows.of(source.packed), HostRows(source.packed, slots, self.lengths)
+        self._from: Any = source.rows(where) if where.type == "cuda" else HostRows.of(source.packed)
 
     def gather(self, indices: Any, out: Any = None) -> Any:
         """As `PackedTensor.gather`; rows that are in no slot are read from the source, and kept if a slot is free."""
         shape = (*indices.shape, *self.source.shape[1:])
         out = empty(shape, self.source.dtype, indices.device) if out is None else out
-        wanted, at = torch.unique(indices.reshape(-1), return_inverse=True)
+        wanted, at, times = torch.unique(indices.reshape(-1), return_inverse=True, return_counts=True)
         if out.numel() == 0:
             return out
         n = self.source.packed.n_rows
         if n == 0 or (wanted.device.type == "cpu" and (int(wanted[0]) < 0 or int(wanted[-1]) >= n)):
             raise GpubloatError(f"an index is out of range: there are {n} rows")
-        valid = wanted.clamp(0, n - 1)  # of wrong ones the decoder tells
-        slot, hit = self._look_up(valid)
-        hit &= valid == wanted
-        self._hits += hit[at].sum()
+        self._clock += 1
         self._asked += len(at)
-        self._insert(valid, slot, hit)
-        flat, kept = out.view(len(at), -1), hit[at]
-        for rows, numbers, chosen in ((self._cached, slot, kept), (self._from, wanted, ~kept)):
-            places = chosen.nonzero().reshape(-1)
+        in_range = (wanted >= 0) & (wanted < n)  # wrong ones go to the decoder, which tells
+        kind = torch.bucketize(self._row_words[wanted.clamp(0, n - 1)], self._bounds)
+        kind[~in_range] = len(self.kinds)
+        slot, hit, held = torch.zeros_like(wanted), torch.zeros_like(in_range), torch.zeros_like(in_range)
+        for number, slots in enumerate(self.kinds):
+            mine = (kind == number).nonzero().reshape(-1)
+            slot[mine], hit[mine] = slots.look_up(wanted[mine], self._clock)
+            slot[mine], held[mine] = slots.keep(
+                self._from, wanted[mine], times[mine], slot[mine], hit[mine], self._clock
+            )
+        self._hits += hit[at].sum()
+        flat, kind = out.view(len(at), -1), torch.where(held, kind, len(self.kinds))[at]
+        for number, rows in enumerate([*(slots.rows for slots in self.kinds), self._from]):
+            places = (kind == number).nonzero().reshape(-1)
             if len(places):
-                rows.decode(flat, numbers[at[places]], places)
+                rows.decode(flat, (wanted if rows is self._from else slot)[at[places]], places)
         return out
-
-    def _look_up(self, wanted: Any) -> tuple[Any, Any]:
-        """(slot, whether it holds the row) for each wanted row."""
-        self.clock += 1
-        of_set = wanted % self.n_sets
-        match = self.tags[of_set] == wanted[:, None]
-        hit = match.any(1)
-        slot = of_set * self.ways + match.int().argmax(1)
-        self.used.view(-1)[slot[hit]] = self.clock
-        return slot, hit
-
-    def _insert(self, wanted: Any, slot: Any, hit: Any) -> None:
-        """Keep rows that are in no slot: one for each set that has a slot not in use now. Updates `slot`, `hit`."""
-        candidates = (~hit & (self.row_words[wanted] <= self.slot_words)).nonzero().reshape(-1)
-        of_set, order = torch.sort(wanted[candidates] % self.n_sets, stable=True)
-        first = torch.ones_like(of_set, dtype=torch.bool)
-        first[1:] = of_set[1:] != of_set[:-1]
-        new, of_set = candidates[order[first]], of_set[first]
-        age, way = self.used[of_set].min(1)
-        new, of_set, way = (part[age < self.clock] for part in (new, of_set, way))
-        target = of_set * self.ways + way
-        gpu_or_host = gpu.move_rows if self.slots.device.type == "cuda" else move_rows
-        gpu_or_host(self._from, wanted[new], self.slots, target, self.lengths)
-        self.tags.view(-1)[target] = wanted[new]
-        self.used.view(-1)[target] = self.clock
-        slot[new] = target
-        hit[new] = True
 
     @property
     def n_held(self) -> int:
-        return int((self.tags >= 0).sum())
+        return sum(int((slots.tags >= 0).sum()) for slots in self.kinds)
 
     def stats(self) -> dict[str, int]:
         """Rows that were asked for: found in a slot, or not (waits for the GPU); rows held now; bytes of the slots."""
@@ -125,8 +97,76 @@ class RowCache:
             "hits": hits,
             "misses": self._asked - hits,
             "held": self.n_held,
-            "capacity_bytes": 4 * self.slots.numel(),
+            "capacity_bytes": sum(4 * slots.slots.numel() for slots in self.kinds),
         }
+
+
+def _short(lengths: Any) -> int:
+    return max(1, int(np.quantile(lengths, LENGTH_QUANTILE, method="higher"))) if len(lengths) else 1
+
+
+def _sizes(lengths: Any, capacity_bytes: int, ways: int) -> dict[int, int]:
+    """Words of a slot -> sets: long slots get the share of the bytes that long rows have, one set at least; empty if
+    all rows are about as long, or there is no room for two kinds."""
+    short, longest = _short(lengths), max(1, int(lengths.max(initial=0)))
+    if short == longest:
+        return {}
+    beyond = int((lengths > short).sum()) * longest
+    share = beyond / (beyond + int((lengths <= short).sum()) * short)
+    n_long = max(1, round(share * capacity_bytes / (4 * longest * ways)))
+    n_short = (capacity_bytes - n_long * 4 * longest * ways) // (4 * short * ways)
+    return {short: n_short, longest: n_long} if n_short > 0 else {}
+
+
+class _Slots:
+    """Sets of slots of one length: row r goes to set ``r % n_sets``, to the way used longest ago."""
+
+    def __init__(self, source: PackedTensor, n_sets: int, ways: int, slot_words: int, device: Any) -> None:
+        self.n_sets, self.ways, self.slot_words = n_sets, ways, slot_words
+        self.slots = empty((n_sets * ways, slot_words), torch.int32, device)
+        where = self.slots.device
+        self.lengths = torch.zeros(len(self.slots), dtype=torch.int32, device=where)
+        self.tags = torch.full((n_sets, ways), -1, dtype=torch.int64, device=where)
+        self.used = torch.zeros_like(self.tags)
+        self.rows: Any
+        if where.type == "cuda":
+            self.rows = dataclasses.replace(
+                source.rows(where), address=self.slots.data_ptr(), n_words=self.slots.numel(), row_words=self.lengths,
+                offsets=None, stride=slot_words, owner=self.slots,
+            )  # fmt: skip
+        else:
+            self.rows = HostRows(source.packed, self.slots, self.lengths)
+
+    def look_up(self, wanted: Any, clock: int) -> tuple[Any, Any]:
+        """(slot, whether it holds the row) for each wanted row; none is there twice."""
+        of_set = wanted % self.n_sets
+        match = self.tags[of_set] == wanted[:, None]
+        hit = match.any(1)
+        slot = of_set * self.ways + match.int().argmax(1)
+        self.used.view(-1)[slot[hit]] = clock
+        return slot, hit
+
+    def keep(self, source: Any, wanted: Any, times: Any, slot: Any, hit: Any, clock: int) -> tuple[Any, Any]:
+        """Keep rows that are in no slot: for each set that has a slot not in use now, the one asked for most often.
+
+        `times` says how often. Gives what `look_up` would, after that.
+        """
+        candidates = (~hit).nonzero().reshape(-1)
+        candidates = candidates[torch.argsort(times[candidates], descending=True, stable=True)]
+        of_set, order = torch.sort(wanted[candidates] % self.n_sets, stable=True)
+        first = torch.ones_like(of_set, dtype=torch.bool)
+        first[1:] = of_set[1:] != of_set[:-1]
+        new, of_set = candidates[order[first]], of_set[first]
+        age, way = self.used[of_set].min(1)
+        new, of_set, way = (part[age < clock] for part in (new, of_set, way))
+        target = of_set * self.ways + way
+        gpu_or_host = gpu.move_rows if self.slots.device.type == "cuda" else move_rows
+        gpu_or_host(source, wanted[new], self.slots, target, self.lengths)
+        self.tags.view(-1)[target] = wanted[new]
+        self.used.view(-1)[target] = clock
+        slot, held = slot.clone(), hit.clone()
+        slot[new], held[new] = target, True
+        return slot, held
 
 
 class HostRows:
