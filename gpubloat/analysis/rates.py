@@ -24,6 +24,13 @@ CONTROLS = (
 )
 # Our workloads -> the paper's.
 PAPER = {"gnn": "GNN training", "embedding": "DLRM embedding lookup", "linear": "LLM weight offload (BF16)"}
+PACKING, PLAIN = "packing", "no codec"
+ITEMS = {"one item per row": "rows", "64 KiB chunks": "whole"}  # of nvCOMP
+# Items -> columns with the rates of plain bytes, of packed ones, and of the decoder.
+FETCHED = {
+    "rows": ("plain_gb_per_s", "packed_gb_per_s", "device_decode_rows_gb_per_s"),
+    "whole": ("bulk_plain_gb_per_s", "bulk_best_gb_per_s", "device_decode_gb_per_s"),
+}
 _KEYS = ["subject", "dtype"]
 _DECODE = {
     "plain": "gather_plain", "raw": "gather_raw", "packed": "gather_packed", "packed_sorted": "gather_packed_sorted",
@@ -116,6 +123,67 @@ def decode_rates(rates: pd.DataFrame) -> pd.DataFrame:
     found["beyond_bytes"] = found["row_bytes"].astype(float) * (plain / packed - left)
     found["count_frac"] = found["device_count_gb_per_s"] / found["device_copy_gb_per_s"]
     return found.sort_values(["saving_frac", *_KEYS], ignore_index=True)
+
+
+def beside_codecs(rates: pd.DataFrame) -> pd.DataFrame:
+    """Packing beside the codecs of nvCOMP, one row per matrix, items and codec; those that fetch fastest first.
+
+    Columns: subject, dtype, items ("rows": each can be read alone; "whole": the matrix, in chunks of 64 KiB), codec (of
+    nvCOMP, PACKING, or PLAIN for no codec), saving_frac, decode_gb_per_s and encode_gb_per_s (in memory of the GPU),
+    fetched_gb_per_s (that arrive decoded out of host memory), is_equal, notes.
+
+    What a codec of nvCOMP fetches was not measured but is bounded from above: the slower of its decoding and of its
+    packed bytes at the rate of plain ones, as if both overlapped and finding the items took nothing. Packing and plain
+    bytes were measured: rows in random order by reads of the GPU; the whole by the better of copying and reading.
+    """
+    columns = [*_KEYS, "items", "codec", "saving_frac", "decode_gb_per_s", "encode_gb_per_s", "fetched_gb_per_s"]
+    columns += ["is_equal", "notes"]
+    ours = decode_rates(rates)
+    ours["bulk_best_gb_per_s"] = ours[["bulk_packed_gb_per_s", "bulk_zero_copy_gb_per_s"]].max(axis=1)
+    theirs = _codecs(_latest(rates, "nvcomp", [*_KEYS, "way"]))
+    found = []
+    for items, (plain, packed, decode) in FETCHED.items():
+        of = theirs[theirs["items"] == items].merge(ours[[*_KEYS, plain]], on=_KEYS)
+        at_link_rate = of[plain] / (1 - of["saving_frac"])
+        of["fetched_gb_per_s"] = of["decode_gb_per_s"].where(of["decode_gb_per_s"] < at_link_rate, at_link_rate)
+        of.loc[of["decode_gb_per_s"].isna(), "fetched_gb_per_s"] = np.nan
+        own = ours.merge(of[_KEYS].drop_duplicates(), on=_KEYS).assign(items=items)
+        none = own[[*_KEYS, "items"]].assign(codec=PLAIN, saving_frac=0.0, fetched_gb_per_s=own[plain], notes="")
+        own = own.assign(
+            codec=PACKING, decode_gb_per_s=own[decode], encode_gb_per_s=own["device_pack_gb_per_s"],
+            fetched_gb_per_s=own[packed],
+        )  # fmt: skip
+        found += [part.reindex(columns=columns) for part in (none, own, of)]
+    table = pd.concat(found, ignore_index=True)
+    number = [name for name in columns if name.endswith(("_gb_per_s", "_frac"))]
+    table[number] = table[number].astype(float)
+    keys = ["items", *_KEYS, "fetched_gb_per_s"]
+    return table.sort_values(keys, ascending=[True, True, True, False], ignore_index=True)
+
+
+def _codecs(table: pd.DataFrame) -> pd.DataFrame:
+    """Rows of nvCOMP, encoding and decoding side by side: codec, items, saving_frac, decode_gb_per_s..."""
+    words = table["way"].str.extract(r"^(?P<codec>[^,]*), (?P<named>.*), (?P<what>encode|decode)$")
+    table = table.assign(**words, gb=_gb(table["raw_bytes"], table["median_s"]), items=words["named"].map(ITEMS))
+    keys = [*_KEYS, "items", "codec"]
+    encode, decode = (table[table["what"] == what] for what in ("encode", "decode"))
+    decode = decode.assign(
+        saving_frac=1 - (decode["moved_bytes"] / decode["raw_bytes"]).astype(float), decode_gb_per_s=decode["gb"],
+        notes=decode["notes"].where(decode["median_s"].isna(), ""),
+    )  # fmt: skip
+    return decode.merge(encode[[*keys, "gb"]].rename(columns={"gb": "encode_gb_per_s"}), on=keys, how="left")
+
+
+def kv_caches(rates: pd.DataFrame) -> pd.DataFrame:
+    """A decoder with its KV cache kept in different ways. Columns: way, token_s, saving_frac (of what is packed, empty
+    where nothing is), is_equal (the tokens are those of the plain cache), notes."""
+    table = _latest(rates, "kv cache", ["subject", "way"])
+    raw = table["raw_bytes"].where(table["raw_bytes"] > 0)
+    return pd.DataFrame({
+        "way": table["way"], "token_s": table["median_s"].astype(float),
+        "saving_frac": (1 - table["moved_bytes"] / raw).astype(float), "is_equal": table["is_equal"],
+        "notes": table["notes"],
+    })  # fmt: skip
 
 
 def workloads(rates: pd.DataFrame) -> pd.DataFrame:

@@ -11,6 +11,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
+from gpubloat.analysis.rates import PACKING, PLAIN
 from gpubloat.plots.style import GREY, PALETTE
 
 COPY_ENGINE = "copy engine"
@@ -94,6 +95,32 @@ def decode_dots(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
     ax.set_ylim(max(len(table), 1) - 0.4, -0.6)
     ax.set_xlim(left=0)
     ax.set_xlabel("arrives (GB/s)")
+    ax.grid(axis="x")
+    ax.tick_params(axis="y", length=0)
+    return ax
+
+
+def codec_dots(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """What arrives decoded per second by codec, a dot per matrix, a bar at the median; the fastest codec first.
+
+    Parameters
+    ----------
+    table : `analysis.rates.beside_codecs`, of one kind of items. Codecs that failed on all matrices are left out.
+    """
+    ax = plt.gca() if ax is None else ax
+    table = table[table["fetched_gb_per_s"].notna()]
+    medians = table.groupby("codec")["fetched_gb_per_s"].median().sort_values(ascending=False)
+    for y, (codec, median) in enumerate(medians.items()):
+        color = {PACKING: PALETTE[0], PLAIN: "black"}.get(str(codec), GREY)
+        x = table.loc[table["codec"] == codec, "fetched_gb_per_s"].to_numpy(float)
+        ax.plot(x, np.full(len(x), y), "o", color=color, markersize=3.5, alpha=0.7, markeredgewidth=0)
+        ax.plot([median], [y], "|", color=color, markersize=11, markeredgewidth=1.6)
+    ax.set_yticks(range(len(medians)), [str(codec) for codec in medians.index])
+    ax.set_ylim(max(len(medians), 1) - 0.4, -0.6)
+    if len(medians):
+        ax.set_xscale("log")
+        ax.xaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
+    ax.set_xlabel("arrives decoded (GB/s)")
     ax.grid(axis="x")
     ax.tick_params(axis="y", length=0)
     return ax

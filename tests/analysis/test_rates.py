@@ -134,6 +134,50 @@ def test_a_way_of_decoding_that_failed_is_empty_and_says_why() -> None:
     assert not row["is_equal"]
 
 
+def nvcomp(name: str, items: str, kept: float, encode: float, decode: float, **about: Any) -> list[dict[str, Any]]:
+    """Rows of one codec on the matrix `dense`."""
+    given = {"part": "nvcomp", "subject": "dense", "dtype": "bf16", "moved_bytes": kept * 1e9} | about
+    ways = {"encode": encode, "decode": decode}
+    return [{**given, "way": f"{name}, {items}, {what}", "median_s": 1 / gb} for what, gb in ways.items()]
+
+
+CODECS = [
+    *nvcomp("ANS", "one item per row", 0.8, 20.0, 40.0, is_equal=True),  # bound by decoding
+    *nvcomp("Bitcomp", "one item per row", 0.5, 30.0, 400.0),  # bound by the link
+    *nvcomp("ANS", "64 KiB chunks", 0.7, 90.0, 300.0),
+    *nvcomp("LZ4", "64 KiB chunks", 1.1, 90.0, NO_TIME, notes="cannot"),
+    *nvcomp("ANS", "64 KiB chunks", 0.7, 90.0, 300.0, subject="not packed here"),
+]
+
+
+def test_codecs_fetch_at_best_what_the_link_and_their_decoder_give() -> None:
+    table = analysis.beside_codecs(rates(*codec("dense", DENSE), *CODECS)).set_index(["items", "codec"])
+    assert table.loc["rows"].index.tolist() == ["Bitcomp", "packing", "no codec", "ANS"]
+    assert table.loc["rows", "fetched_gb_per_s"].tolist() == pytest.approx([100, 60, 50, 40])
+    assert table.loc["whole"].index.tolist() == ["ANS", "packing", "no codec", "LZ4"]
+    assert table.loc["whole", "fetched_gb_per_s"].tolist()[:3] == pytest.approx([55 / 0.7, 70, 55])
+    failed = table.loc[("whole", "LZ4")]
+    assert np.isnan(failed["fetched_gb_per_s"])
+    assert failed["notes"] == "cannot"
+    ans = table.loc[("rows", "ANS")]
+    assert (ans["saving_frac"], ans["decode_gb_per_s"], ans["encode_gb_per_s"]) == pytest.approx((0.2, 40, 20))
+    assert ans["is_equal"]
+    ours = table.loc[("whole", "packing")]
+    assert (ours["saving_frac"], ours["decode_gb_per_s"], ours["encode_gb_per_s"]) == pytest.approx((0.25, 800, 250))
+    assert set(table["subject"]) == {"dense"}  # what was not packed stands beside nothing
+
+
+def test_a_cache_that_packs_nothing_saves_nothing_known() -> None:
+    part = {"part": "kv cache", "subject": "one token of a decoder"}
+    table = analysis.kv_caches(rates(
+        {**part, "way": "plain", "raw_bytes": 0.0, "median_s": 0.01, "is_equal": True},
+        {**part, "way": "packed", "moved_bytes": 0.8e9, "median_s": 0.02, "is_equal": True, "notes": "peak"},
+    ))  # fmt: skip
+    assert table["token_s"].tolist() == [0.01, 0.02]
+    assert np.isnan(table.loc[0, "saving_frac"])
+    assert table.loc[1, "saving_frac"] == pytest.approx(0.2)
+
+
 def test_fewer_bytes_times_reads_by_the_gpu_is_both() -> None:
     table = analysis.speedups(rates(*WORK))
     wide = table.pivot(index="subject", columns="gained_by", values="speedup").dropna()
@@ -189,6 +233,8 @@ def test_of_nothing_there_is_nothing() -> None:
     for function in (
         analysis.link_rates,
         analysis.decode_rates,
+        analysis.beside_codecs,
+        analysis.kv_caches,
         analysis.workloads,
         analysis.speedups,
         analysis.headline,

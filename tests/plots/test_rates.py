@@ -10,7 +10,7 @@ import pytest
 from gpubloat.analysis import rates as analysis
 from gpubloat.plots import rates as plots
 from gpubloat.tables.tensors import Rates
-from tests.analysis.test_rates import DENSE, NO_TIME, SPARSE, WORK, codec, rates, workload
+from tests.analysis.test_rates import CODECS, DENSE, NO_TIME, SPARSE, WORK, codec, rates, workload
 from tests.plots.drawn import legend, texts, ticks
 
 
@@ -44,6 +44,13 @@ def test_dots_lie_where_the_bytes_arrive(ax: Any) -> None:
     assert ax.get_xlim()[0] == 0
 
 
+def test_codecs_have_a_dot_per_matrix_and_the_fastest_is_first(ax: Any) -> None:
+    table = analysis.beside_codecs(rates(*codec("dense", DENSE), *CODECS))
+    plots.codec_dots(table[table["items"] == "whole"], ax=ax)
+    assert ticks(ax) == ["ANS", "packing", "no codec"]  # one that failed has no line
+    assert [line.get_xdata().tolist() for line in ax.lines[::2]] == [pytest.approx([x]) for x in (55 / 0.7, 70, 55)]
+
+
 def test_bars_are_labelled_with_their_speed_up(ax: Any) -> None:
     given = rates(*WORK[:4], *WORK[7:])
     table = analysis.workloads(given)
@@ -67,6 +74,7 @@ def test_nothing_can_be_drawn() -> None:
     for draw in (
         lambda axes: plots.link_lines(analysis.link_rates(none), ax=axes),
         lambda axes: plots.decode_dots(analysis.decode_rates(none), ax=axes),
+        lambda axes: plots.codec_dots(analysis.beside_codecs(none), ax=axes),
         lambda axes: plots.workload_bars(analysis.workloads(none), analysis.speedups(none), ax=axes),
     ):
         figure, axes = plt.subplots()
