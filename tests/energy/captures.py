@@ -10,6 +10,7 @@ import numpy as np
 
 from gpubloat.energy.capture.records import Capture, Op, TensorInfo
 from gpubloat.energy.capture.store import Store
+from gpubloat.energy.match.repeats import once
 
 Array = np.ndarray[Any, Any]
 NAMES = {"float64": "fp64", "float32": "fp32", "float16": "fp16"}
@@ -63,7 +64,8 @@ class Program:
         store = Store()
         missing = set(without)
         for number, array in self.arrays.items():
-            is_kept = number not in missing and store.put(number, array, NAMES.get(array.dtype.name, array.dtype.name))
+            name = NAMES.get(array.dtype.name, array.dtype.name)
+            is_kept = number not in missing and store.put(number, once(array), name, array.shape)
             self.tensors[number] = replace(self.tensors[number], is_kept=is_kept)
         return Capture(self.framework, self.ops, self.tensors, self.inputs, outputs, store)
 

@@ -7,7 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gpubloat.energy.match.equivalence import equivalent
 from gpubloat.energy.match.extensions import concatenation, extended
+from gpubloat.energy.match.fingerprint import fingerprint, may_equal
+from gpubloat.energy.match.repeats import equal
 
 T, H, D = 10, 6, 8
 
@@ -69,6 +72,60 @@ def test_grouped_heads_and_masks() -> None:
     found = extended(mask, np.broadcast_to(mask, (2, 3, T, T)))
     assert found is not None
     assert (found.how, found.times) == ("expand", 6)
+
+
+@given(st.lists(st.integers(1, 4), min_size=1, max_size=4), st.data(), st.integers(0, 999))
+@settings(max_examples=150, deadline=None)
+def test_what_repeats_without_a_copy_is_the_same_as_its_copy(shape: list[int], data: st.DataObject, seed: int) -> None:
+    """Axes of stride 0 at any place, on one side or on both: each answer is that of contiguous arrays."""
+
+    def lazy(base: np.ndarray) -> np.ndarray:
+        array = base.transpose(data.draw(st.permutations(range(base.ndim))))
+        for _ in range(data.draw(st.integers(0, 2))):
+            at = data.draw(st.integers(0, array.ndim))
+            wide = np.expand_dims(array, at)
+            array = np.broadcast_to(wide, (*wide.shape[:at], data.draw(st.integers(2, 4)), *wide.shape[at + 1 :]))
+        return array
+
+    base = normal(6, *shape, seed=seed)
+    if data.draw(st.booleans()):
+        base[base > 1] = data.draw(st.sampled_from([np.nan, np.inf]))
+    x, y = lazy(base), lazy(base)
+    copies = np.array(x), np.array(y)
+    assert may_equal(fingerprint(x), fingerprint(copies[0]), 0.0)
+    if x.size == y.size:
+        assert equal(x, y) == equal(*copies)
+    for function in (equivalent, extended):
+        found = [function(*pair) for pair in ((x, y), (copies[0], y), (x, copies[1]), copies)]
+        assert len({None if how is None else str(how) for how in found}) == 1
+    part = x[tuple(slice(1, None) if n > 2 else slice(None) for n in x.shape)]
+    assert str(extended(part, x)) == str(extended(np.array(part), copies[0]))
+    padded = np.pad(base, [(1, 2)] * base.ndim)
+    wide = np.broadcast_to(padded, (3, *padded.shape))
+    assert str(extended(y, wide)) == str(extended(copies[1], np.array(wide)))
+
+
+def test_logical_elements_are_not_counted_one_by_one() -> None:
+    """No machine has memory for, or time to walk, what is repeated here: 2^50 elements."""
+    small = normal(32, 32)
+    large = np.broadcast_to(small, (1 << 40, 32, 32))
+    heads = np.broadcast_to(small[:, None], (32, 1 << 40, 32))
+    for repeated, axis in ((large, 0), (heads, 1)):
+        found = extended(small, repeated)
+        assert found is not None
+        assert (found.how, found.axis, found.times, found.block) == ("expand", axis, 1 << 40, 1)
+        assert extended(-small, repeated) is None
+        found = extended(repeated, np.broadcast_to(repeated, (3, *repeated.shape)))
+        assert found is not None
+        assert (found.how, found.axis, found.times) == ("expand", 0, 3)
+    turned = equivalent(large, heads)
+    assert turned is not None
+    assert turned.layout.axes == (1, 0, 2)
+    assert equivalent(large, np.broadcast_to(small[::-1], large.shape)) is None
+    padded = np.pad(small, 1)
+    found = extended(large, np.broadcast_to(padded, (1 << 40, *padded.shape)))
+    assert found is not None
+    assert (found.how, found.boxes) == ("padding", ((0, 1 << 40), (1, 33), (1, 33)))
 
 
 @pytest.mark.parametrize("fill", [0.0, 7.0, -np.inf, np.nan])

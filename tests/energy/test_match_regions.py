@@ -591,3 +591,30 @@ def test_a_network_of_hundreds_of_operators_takes_few_comparisons(monkeypatch: p
     assert not found.a_rest
     assert not found.b_rest
     assert max(len(r.a_ops) for r in found.regions) < 20
+
+
+def test_an_expanded_weight_is_compared_as_it_is_stored() -> None:
+    """A batch of small products from one weight: 8 PiB if its copies were made, or looked at one by one."""
+    times = 1 << 44
+
+    def written(kind: str, seed: int = 0) -> Capture:
+        p = Program()
+        x, w = p.input(normal(T, D, seed=seed)), p.input(normal(D, D, seed=seed + 10))
+        if kind == "batched":
+            wide = p.view("expand", lambda a: np.broadcast_to(a, (times, D, D)), w)
+            wide = p.view("view", lambda a: a.reshape(times // 2, 2, D, D), wide)
+            out = p.op("bmm", lambda x, w: x @ w[0, 0], x, wide)
+        else:
+            out = p.op("mm", np.matmul, x, w)
+        out = p.op("relu", np.abs if kind == "wrong" else lambda o: o.clip(0), out)
+        return p.finish(out, p.view("expand", lambda a: np.broadcast_to(a, (times, T, D)), out))
+
+    a, b = written("batched"), written("flat")
+    found = match(a, b, again=(written("batched", 2), written("flat", 2)))
+    assert_conserved(a, b, found)
+    assert found.outputs_equal
+    ways = {str(pair.how) for pair in found.pairs}
+    assert ways == {"same", f"expand axis 0 {times} times, in blocks of 1"}
+    wrong = match(a, written("wrong"))
+    assert not wrong.outputs_equal
+    assert all(0.1 < pair.error < 2 for pair in wrong.outputs.pairs)

@@ -172,7 +172,8 @@ def holds(dtype: str) -> bool:
 def decoded(content: Array, dtype: str) -> Array:
     """Bytes (one axis) as the elements that they are; bf16 and fp8 as fp32, which holds all of their values."""
     if dtype == "bf16":
-        return (content.view("<u2").astype("<u4") << 16).view("<f4")
+        wide: Array = np.left_shift(content.view("<u2"), 16, dtype="<u4")
+        return wide.view("<f4")
     if dtype == "fp8_e8m0":
         return _powers()[content]
     if dtype in SMALL_FLOATS:

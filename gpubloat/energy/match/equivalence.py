@@ -14,6 +14,7 @@ import numpy as np
 
 from gpubloat.energy.match.fingerprint import BLOCK, Fingerprint, fingerprint, flat_parts, is_ambiguous, may_equal
 from gpubloat.energy.match.layouts import Layout, agree, fitting, positions
+from gpubloat.energy.match.repeats import equal, flat, packed, together
 from gpubloat.energy.match.tolerance import ELEMENT, name_of, tolerance_of
 
 Array = np.ndarray[Any, Any]
@@ -65,15 +66,12 @@ def equivalent(
     allowed = allowed_error(x, y, tolerance)
     if not may_equal(print_x, print_y, allowed):
         return None
-    x, y = np.ascontiguousarray(x), np.ascontiguousarray(y)
+    x, y = packed(x), packed(y)
     weak = is_ambiguous(print_x, allowed) or is_ambiguous(print_y, allowed)
-    if print_x == print_y and np.array_equal(x.reshape(-1), y.reshape(-1)):  # weights, most of the time
-        layout = Layout(x.shape, tuple(range(x.ndim)), y.shape)
-        return Equivalence("same" if x.shape == y.shape else "reshape", 0.0, 0.0, weak, layout)
     floor = _ordinary_size(y, print_y) if allowed else 0.0
-    read_x, read_y = x.reshape(-1).__getitem__, y.reshape(-1).__getitem__
+    read_x, read_y = flat(x).__getitem__, flat(y).__getitem__
     for layout in fitting(x.shape, read_x, y.shape, read_y, ELEMENT * allowed, floor):
-        errors = difference(layout(x), y, allowed, is_finite=print_x.is_finite, outstanding=_OUTSTANDING * floor)
+        errors = difference(layout.permuted(x), y, allowed, outstanding=_OUTSTANDING * floor)
         if errors is not None:
             how = "permute" if not layout.is_ordered else "same" if x.shape == y.shape else "reshape"
             return Equivalence(how, *errors, weak, layout)
@@ -97,31 +95,36 @@ def _ordinary_size(y: Array, known: Fingerprint) -> float:
 
     A masked score is often the least number of its type. Beside 1e38, a wrong score would be no error at all.
     """
-    sample = np.abs(y.reshape(-1)[positions(y.size, _USUAL_SAMPLES)])
+    sample = np.abs(flat(y)[positions(y.size, _USUAL_SAMPLES)])
     sample = np.sort(sample[np.isfinite(sample) & (sample > 0)].astype(np.float64))
     if not sample.size or known.largest <= _OUTSTANDING * (low := float(sample[sample.size // 100])):
         return known.rms
     return float(np.median(sample[sample <= _OUTSTANDING * low]))
 
 
-def difference(
-    x: Array, y: Array, tolerance: float, *, is_finite: bool = False, outstanding: float = np.inf
-) -> tuple[float, float] | None:
-    """(relative Frobenius error, worst error over the root mean square) of arrays of one shape; None if not equal.
+def difference(x: Array, y: Array, tolerance: float, *, outstanding: float = np.inf) -> tuple[float, float] | None:
+    """(relative Frobenius error, worst error over the root mean square) of arrays of one size; None if not equal.
 
-    is_finite : it is known that both are. outstanding : elements at least so great are compared each on its own and
+    Elements correspond in row-major order. outstanding : elements at least so great are compared each on its own and
     left out of the norms.
     """
-    a, b = flat_parts(x), flat_parts(y)
-    if not tolerance or not a.size:
-        return (0.0, 0.0) if np.array_equal(a, b) else None
-    if not is_finite or (outstanding < np.inf and max(-float(b.min()), float(b.max())) >= outstanding):
+    a, b = map(flat_parts, together(x, y))
+    if equal(a, b):  # weights and copies: most of what is compared at all
+        return 0.0, 0.0
+    if not tolerance:
+        return None
+    if not (_largest(a) < np.inf and _largest(b) < outstanding):
         a, b = a.astype(np.float64), b.astype(np.float64)
         odd = ~(np.isfinite(a) & np.isfinite(b)) | (np.abs(a) >= outstanding) | (np.abs(b) >= outstanding)
         if not agree(a[odd], b[odd], ELEMENT * tolerance, 0.0).all():
             return None
         a[odd] = b[odd] = 0.0
     return _norms(a, b, tolerance)
+
+
+def _largest(a: Array) -> float:
+    """Greatest magnitude; NaN if there is one."""
+    return float(np.maximum(-a.min(), a.max()))
 
 
 def _norms(a: Array, b: Array, tolerance: float) -> tuple[float, float] | None:

@@ -9,7 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import hypot, isclose, isfinite, prod, sqrt
+from itertools import accumulate
+from math import hypot, isclose, isfinite, isqrt, prod, sqrt
+from operator import mul
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ import numpy as np
 from gpubloat.energy.match.equivalence import Equivalence, allowed_error, equivalent
 from gpubloat.energy.match.fingerprint import Fingerprint, fingerprint, is_ambiguous, kind_of
 from gpubloat.energy.match.layouts import agree, fitting, positions
+from gpubloat.energy.match.repeats import atoms, flat, once, packed
 from gpubloat.energy.match.tolerance import ELEMENT
 
 Array = np.ndarray[Any, Any]
@@ -104,7 +107,7 @@ def extended(
     allowed = allowed_error(small, large, tolerance)
     if is_ambiguous(known, allowed):
         return None
-    large = np.ascontiguousarray(large)
+    large = packed(large)
     room = (1 + 2 * ELEMENT * allowed) * (1 + 1e-9)
     beyond = ELEMENT * allowed * (known.rms + whole.largest)
     if known.norm > whole.norm * room or known.least < whole.least - beyond or known.greatest > whole.greatest + beyond:
@@ -113,7 +116,7 @@ def extended(
     if isclose(whole.norm, known.norm * sqrt(large.size / small.size), rel_tol=2 * allowed + 1e-9):
         found = _repeated(small, large, tolerance)
     if found is None:
-        for fill in dict.fromkeys((large.reshape(-1)[-1].item(), large.reshape(-1)[0].item())):
+        for fill in dict.fromkeys((flat(large)[-1].item(), flat(large)[0].item())):
             if found is None and _may_fill(fill, known, whole, allowed):
                 found = _padded(small, large, fill, tolerance)
     return found or next(slices(small, large, tolerance, rms=known.rms), None)
@@ -134,7 +137,7 @@ def slices(
 ) -> Iterator[Extension]:
     """Every place of `large` where `small` lies along one axis. rms : of `small`, where it is known."""
     allowed = allowed_error(small, large, tolerance)
-    small = np.ascontiguousarray(small)
+    small = packed(small)
     slack, floor = ELEMENT * allowed, fingerprint(small).rms if rms is None else rms
     for axis, length in enumerate(large.shape):
         width, rest = divmod(small.size * length, large.size)
@@ -157,7 +160,7 @@ def _starts(small: Array, large: Array, axis: int, width: int, slack: float, flo
     tried, as chunks and heads are cut.
     """
     length, inner = large.shape[axis], prod(large.shape[axis + 1 :])
-    flat_small, flat_large = small.reshape(-1), large.reshape(-1)
+    flat_small, flat_large = flat(small), flat(large)
 
     def part(start: Array | int, index: Array) -> Array:
         """Elements of a slice by their flat index in it."""
@@ -187,10 +190,10 @@ def _repeated(small: Array, large: Array, tolerance: float | None) -> Extension 
         return None
     allowed = allowed_error(small, large, tolerance)
     for axis, before, block, shape in _repetitions(large.shape, times):
-        pieces = large.reshape(before, times, -1)
-        if not _all_alike(pieces, allowed):
+        first = _first_copy(large, before, times, allowed)
+        if first is None:
             continue
-        inner = equivalent(small, np.ascontiguousarray(pieces[:, 0]).reshape(shape), tolerance)
+        inner = equivalent(small, packed(first).reshape(shape), tolerance)
         if inner is not None:
             return Extension("expand", inner, axis, times=times, block=block)
     return None
@@ -204,21 +207,30 @@ def _repetitions(shape: tuple[int, ...], times: int) -> Iterator[tuple[int, int,
         own, rest = divmod(length, times)
         if not rest:
             less = (*shape[:axis], own, *shape[axis + 1 :])
-            for block in (n for n in range(1, own + 1) if own % n == 0):
+            small = [n for n in range(1, isqrt(own) + 1) if own % n == 0]
+            for block in sorted({*small, *(own // n for n in small)}):  # divisors
                 yield axis, before * (own // block), block, less
         elif length > 1 and times % length == 0 and prod(shape[axis:]) % times == 0:
             # Over this axis and the next ones, as a mask over batch and heads.
             yield axis, before, 1, (before, prod(shape[axis:]) // times)
 
 
-def _all_alike(pieces: Array, allowed: float) -> bool:
-    """pieces : (before, times, after). Whether all copies are the first one, exactly or within rounding."""
-    some = pieces[:: max(1, pieces.shape[0] // 8), :, :: max(1, pieces.shape[2] // 8)]
-    return _equals_first(some, allowed) and _equals_first(pieces, allowed)
+def _first_copy(large: Array, before: int, times: int, allowed: float) -> Array | None:
+    """large[:, 0] where `large` has shape (before, times, after); None if the others are not the same as it."""
+    shape = before, times, large.size // (before * times)
+    where = positions(large.size, 256)
+    outer, inner = np.divmod(where, times * shape[2])
+    if not _equals_first(flat(large)[where], flat(large)[outer * times * shape[2] + inner % shape[2]], allowed):
+        return None
+    fine = atoms(large.shape, shape) or shape  # in which nothing that repeats is copied
+    pieces = large.reshape(fine)
+    ahead = accumulate(fine[:-1], mul, initial=1)  # elements before each axis
+    first = pieces[tuple(slice(1) if before <= n < before * times else slice(None) for n in ahead)]
+    return first if _equals_first(once(pieces), once(first), allowed) else None
 
 
-def _equals_first(pieces: Array, allowed: float) -> bool:
-    first = pieces[:, :1]
+def _equals_first(pieces: Array, first: Array, allowed: float) -> bool:
+    """Exactly or within rounding."""
     if allowed:
         with np.errstate(invalid="ignore"):
             near = np.abs(pieces - first) <= allowed * np.abs(first)
@@ -228,8 +240,8 @@ def _equals_first(pieces: Array, allowed: float) -> bool:
 
 def _padded(small: Array, large: Array, fill: Any, tolerance: float | None) -> Extension | None:
     """What is left when the outermost rows of nothing but `fill` are taken off each axis."""
-    inside = large == large if fill != fill else large != fill
-    boxes = _box(inside)
+    own = once(large)
+    boxes = _box(own == own if fill != fill else own != fill, large.shape)
     if boxes is None or prod(b - a for a, b in boxes) != small.size:
         return None
     inner = equivalent(small, large[tuple(slice(a, b) for a, b in boxes)], tolerance)
@@ -240,19 +252,20 @@ def _padded(small: Array, large: Array, fill: Any, tolerance: float | None) -> E
     return Extension("padding", inner, axis, start, stop, fill=fill, boxes=boxes)
 
 
-def _box(inside: Array) -> tuple[tuple[int, int], ...] | None:
+def _box(inside: Array, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...] | None:
+    """inside : of each axis that repeats, one element."""
     boxes = []
-    for axis in range(inside.ndim):
+    for axis, length in enumerate(shape):
         used = np.flatnonzero(inside.any(axis=tuple(i for i in range(inside.ndim) if i != axis)))
         if not used.size:
             return None
-        boxes.append((int(used[0]), int(used[-1]) + 1))
+        boxes.append((int(used[0]), int(used[-1]) + 1) if inside.shape[axis] == length else (0, length))
     return tuple(boxes)
 
 
 def concatenation(parts: Sequence[Array], whole: Array, tolerance: float | None = None) -> Concatenation | None:
     """How `whole` is put together from all or some of `parts`, each used once; None if they leave a gap."""
-    whole = np.ascontiguousarray(whole)
+    whole = packed(whole)
     for axis, length in enumerate(whole.shape):
         places: dict[int, tuple[int, int, float]] = {}  # start -> (part, stop, error)
         for i, part in enumerate(parts):

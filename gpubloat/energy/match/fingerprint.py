@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from gpubloat.energy.match.repeats import once
 from gpubloat.energy.match.tolerance import ELEMENT
 
 Array = np.ndarray[Any, Any]
@@ -59,8 +60,9 @@ def kind_of(array: Array) -> str:
 
 @np.errstate(over="ignore", invalid="ignore")
 def fingerprint(array: Array) -> Fingerprint:
-    """One pass over `array`, in blocks that fit into a cache; sums are in fp64."""
-    parts = flat_parts(array)
+    """One pass over what `array` stores, in blocks that fit into a cache; sums are in fp64."""
+    own = once(array)
+    parts, times = flat_parts(own), array.size // max(own.size, 1)
     total = squares = 0.0
     least, greatest = inf, -inf
     n_nan = n_plus = n_minus = 0
@@ -81,8 +83,8 @@ def fingerprint(array: Array) -> Fingerprint:
         least, greatest = min(least, low), max(greatest, high)
         total += float(wide.sum())
         squares += float(np.dot(wide, wide))  # infinite if it overflows
-    counts = array.size, kind_of(array), n_nan, n_plus, n_minus
-    return Fingerprint(*counts, total, sqrt(squares), least, greatest)
+    counts = array.size, kind_of(array), times * n_nan, times * n_plus, times * n_minus
+    return Fingerprint(*counts, times * total, sqrt(times * squares), least, greatest)
 
 
 def flat_parts(array: Array) -> Array:

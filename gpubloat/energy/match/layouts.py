@@ -30,7 +30,11 @@ class Layout:
     shape: Shape
 
     def __call__(self, x: Array) -> Array:
-        return x.reshape(self.atoms).transpose(self.axes).reshape(self.shape)
+        return self.permuted(x).reshape(self.shape)
+
+    def permuted(self, x: Array) -> Array:
+        """The elements in the order of y, but not its shape: that may need a copy."""
+        return x.reshape(self.atoms).transpose(self.axes)
 
     @property
     def is_ordered(self) -> bool:

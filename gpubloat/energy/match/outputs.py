@@ -8,6 +8,7 @@ from math import nan
 import numpy as np
 
 from gpubloat.energy.match.equivalence import Equivalence
+from gpubloat.energy.match.repeats import together
 from gpubloat.energy.match.search import compared, confirmed
 from gpubloat.energy.match.values import Values
 
@@ -73,7 +74,7 @@ def _error(a: Values, x: int, b: Values, y: int) -> float:
         if one is None or other is None or one.size != other.size:
             continue
         kind = np.complex128 if "c" in (one.dtype.kind, other.dtype.kind) else np.float64
-        one, other = one.reshape(-1).astype(kind), other.reshape(-1).astype(kind)
+        one, other = (array.astype(kind) for array in together(one, other))
         apart = float(np.linalg.norm(one - other))
         norm = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)))
         error = apart / norm if norm else apart

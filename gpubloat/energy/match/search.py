@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from gpubloat.energy.match.equivalence import Equivalence, difference, equivalent
-from gpubloat.energy.match.fingerprint import Fingerprint, is_ambiguous, may_equal
+from gpubloat.energy.match.fingerprint import is_ambiguous, may_equal
+from gpubloat.energy.match.repeats import equal
 from gpubloat.energy.match.tolerance import FP8
 from gpubloat.energy.match.values import Values, allowed
 
@@ -69,7 +70,7 @@ def confirmed(a: Values, x: int, b: Values, y: int, tolerance: float | None, fou
     if one.size != found_size(found) or other.size != one.size:
         return False
     limit = allowed(a, x, b, y, tolerance)
-    return difference(found.layout(one), other.reshape(found.layout.shape), limit) is not None or (
+    return difference(found.layout.permuted(one), other, limit) is not None or (
         equivalent(one, other, limit) is not None
     )
 
@@ -80,26 +81,29 @@ def found_size(found: Equivalence) -> int:
 
 def _twins(side: Values, values: Iterable[int], tolerance: float | None) -> dict[int, int]:
     """Value -> the first one with the same elements in the same order, on both inputs; without ambiguous values."""
-    first: dict[Fingerprint, list[int]] = defaultdict(list)
+    first: dict[tuple[int, str, float, float], list[int]] = defaultdict(list)
     found = {}
     for value in values:
         known = side.prints.get(value)
         if known is None or is_ambiguous(known, allowed(side, value, side, value, tolerance)):
             continue
-        same = next((other for other in first[known] if _is_twin(side, value, other)), None)
+        # By what rounding cannot change: sums over what repeats are those over a copy of it only up to rounding.
+        alike = first[known.n, known.kind, known.least, known.greatest]
+        same = next((other for other in alike if _is_twin(side, value, other)), None)
         if same is None:
-            first[known].append(value)
+            alike.append(value)
         found[value] = value if same is None else same
     return found
 
 
 def _is_twin(side: Values, x: int, y: int) -> bool:
+    if not may_equal(side.prints[x], side.prints[y], 0.0):
+        return False
     for second in (False, True):
         one, other = side.array(x, second), side.array(y, second)
         if one is None or other is None:
             continue
-        exact = one.dtype.kind not in "fc"
-        if one.size != other.size or not np.array_equal(one.reshape(-1), other.reshape(-1), equal_nan=not exact):
+        if one.size != other.size or not equal(one, other):
             return False
     return True
 

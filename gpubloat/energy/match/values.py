@@ -11,6 +11,7 @@ import numpy as np
 
 from gpubloat.energy.capture.records import Capture
 from gpubloat.energy.match.fingerprint import Fingerprint, fingerprint
+from gpubloat.energy.match.repeats import once, packed
 from gpubloat.energy.match.tolerance import tolerance_of
 from gpubloat.errors import GpubloatError
 
@@ -37,11 +38,11 @@ class Values:
             return self._cache[tensor, second]
         array = self._read(tensor, second)
         if array is not None:
-            array = np.ascontiguousarray(array)
+            array = packed(array)
             self._cache[tensor, second] = array
-            self._bytes += array.nbytes
+            self._bytes += once(array).nbytes
             while self._bytes > _CACHE_BYTES and len(self._cache) > 1:
-                self._bytes -= self._cache.popitem(last=False)[1].nbytes
+                self._bytes -= once(self._cache.popitem(last=False)[1]).nbytes
         return array
 
     def _read(self, tensor: int, second: bool) -> Array | None:
