@@ -40,7 +40,7 @@ from gpubloat.energy.meter import Meter, NoDevice, NotMeasured, open_meter  # no
 from gpubloat.energy.statistics import null_band, verdict  # noqa: E402
 from gpubloat.energy.timing import time as timed  # noqa: E402
 from gpubloat.energy.workload import kinds, workload  # noqa: E402
-from gpubloat.run import RunWriter, provenance  # noqa: E402
+from gpubloat.run import Run, RunWriter, provenance  # noqa: E402
 
 CASE_SECONDS = 240.0
 
@@ -197,6 +197,19 @@ def one_of_jax(campaign: Campaign, name: str) -> None:
     command = [sys.executable, "-m", "gpubloat", "energy", "diff", f"{file}:slow", f"{file}:fast", "--out", str(out)]
     environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
     subprocess.run([*command, "--force"], env=environment, check=True, timeout=min(400.0, campaign.left_s()))
+    name_case(out, name, case_id(file))
+
+
+def name_case(folder: Path, name: str, case: str) -> None:
+    """Put what the table calls the pair into a run that the command has written."""
+    run = Run.load(folder)
+    tables = {table: run[table] for table in run.provenance["tables"]}
+    tables["comparisons"] = tables["comparisons"].assign(subject=name, case=case)
+    tables["regions"] = tables["regions"].assign(subject=name)
+    with RunWriter("energy", list(tables), folder, True) as writer:
+        for table, rows in tables.items():
+            writer.append(table, rows)
+        writer.finish({k: v for k, v in run.provenance.items() if k not in ("tables", "instrument")})
 
 
 def gpt2(campaign: Campaign) -> None:

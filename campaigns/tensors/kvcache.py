@@ -25,33 +25,38 @@ BLOCK = 512
 
 
 class PackedLayer(DynamicLayer):  # type: ignore[misc]
-    """Keys and values of one layer: whole blocks of tokens are packed, the newest are as they were."""
+    """Keys and values of one layer: older tokens are packed, as many at a time as there are whole blocks of."""
 
     def lazy_initialization(self, key_states: Any, value_states: Any) -> None:
         super().lazy_initialization(key_states, value_states)
-        self.blocks: list[list[tensors.Packed]] = []  # of [keys, values]
+        self.blocks: list[list[tensors.PackedTensor]] = []  # of [keys, values]
         self.codebooks: list[tensors.Codebook] = []  # fitted to the first block
 
     def update(self, key_states: Any, value_states: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         new = super().update(key_states, value_states, *args, **kwargs)
         old = [[self.unpacked(packed) for packed in block] for block in self.blocks]
         found = [torch.cat([*parts, now], dim=-2) for *parts, now in zip(*old, new, strict=True)]
-        while self.keys.shape[-2] >= 2 * BLOCK:
-            self.pack_block()
+        n_blocks = self.keys.shape[-2] // BLOCK - 1  # the newest block stays as it is
+        if n_blocks > 0:
+            self.pack_oldest(n_blocks * BLOCK)
         return found[0], found[1]
 
-    def pack_block(self) -> None:
-        rows = [x[..., :BLOCK, :].transpose(1, 2).flatten(0, 1).flatten(1).cpu() for x in (self.keys, self.values)]
+    def pack_oldest(self, n: int) -> None:
+        rows = [x[..., :n, :].transpose(1, 2).flatten(0, 1).flatten(1).cpu() for x in (self.keys, self.values)]
         self.codebooks = self.codebooks or [tensors.fit(x) for x in rows]
-        self.blocks.append([tensors.pack(x, book) for x, book in zip(rows, self.codebooks, strict=True)])
-        self.keys, self.values = (x[..., BLOCK:, :].clone() for x in (self.keys, self.values))
+        block = [tensors.PackedTensor(tensors.pack(x, book)) for x, book in zip(rows, self.codebooks, strict=True)]
+        self.blocks.append([held.pin() if self.keys.is_cuda else held for held in block])
+        self.keys, self.values = (x[..., n:, :].clone() for x in (self.keys, self.values))
 
-    def unpacked(self, packed: tensors.Packed) -> Any:
+    def unpacked(self, packed: tensors.PackedTensor) -> Any:
         batch, heads, _, width = self.keys.shape
-        return packed.to(self.device).view(batch, BLOCK, heads, width).transpose(1, 2)
+        return packed.to(self.device).view(batch, -1, heads, width).transpose(1, 2)
 
     def get_seq_length(self) -> int:
-        return super().get_seq_length() + (len(self.blocks) * BLOCK if self.is_initialized else 0)
+        older = (
+            sum(len(keys.packed.row_words) // len(self.keys) for keys, _ in self.blocks) if self.is_initialized else 0
+        )
+        return super().get_seq_length() + older
 
 
 def decoded(model: Any, prompt: Any, n_new: int, cache: Any) -> dict[str, Any]:
@@ -98,7 +103,7 @@ def main() -> None:
             found = decoded(model, prompt, given.new, cache)
             tokens = found.pop("tokens")
             first = first or tokens
-            packed = [p for layer in cache.layers for block in getattr(layer, "blocks", []) for p in block]
+            packed = [p.packed for layer in cache.layers for block in getattr(layer, "blocks", []) for p in block]
             rows.append({"cache": name, **found, "is_equal": tokens == first,
                          "raw_bytes": sum(p.raw_bytes for p in packed),
                          "packed_bytes": sum(p.packed_bytes for p in packed)})  # fmt: skip

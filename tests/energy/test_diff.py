@@ -213,6 +213,22 @@ def test_a_setting_that_saves_nothing_is_no_fix(case: Callable[[str], Any]) -> N
     assert set(run["blocks"]["subject"]) == {"whole", "the setting", "the fix"}
 
 
+@pytest.mark.parametrize(("costs", "better"), [((3e-3, 1e-3), "topk"), ((1e-3, 3e-3), "sort")])
+def test_where_only_the_whole_is_known_the_remedy_is_what_the_better_side_does(
+    case: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch, costs: tuple[float, float], better: str
+) -> None:
+    def unseen(*_: Any, **__: Any) -> None:
+        raise RuntimeError("no kernels are seen")
+
+    monkeypatch.setattr("gpubloat.energy.differences.flow.timed", unseen)
+    module, rig = case("top_k"), Charged()
+    run = compared(
+        rig, *(costing(rig, fn, cost, 500.0) for fn, cost in zip((module.slow, module.fast), costs)),
+        *module.inputs(0, small=True), deadline_s=1.0,
+    )  # fmt: skip
+    assert f"call aten::{better}.default" in run["comparisons"].iloc[0]["remedy"]
+
+
 def test_what_there_is_no_time_for(case: Callable[[str], Any]) -> None:
     module, rig = case("repeat_one"), Charged()
     run = compared(

@@ -100,6 +100,8 @@ def measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
         comparison, alone, note = _measured(pair, region)
         said = _said(pair, region, comparison, alone, note)
     slow = slow_side(comparison) if alone is None else "ab"[alone.side]
+    if not slow and None in pair.timings:  # as of JAX: nothing is known of the region but what the whole takes
+        slow = slow_side(pair.whole)
     cause = causes(*pair.captures, region, *pair.timings, pair.hosts, slow=slow)
     return Found(region, comparison, alone, said, cause, note)
 
