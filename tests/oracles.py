@@ -188,11 +188,12 @@ def _images(rows: Iterable[tuple[str, str, bool, int, int]]) -> Images:
 
 
 def shown_target(target: str) -> str:
-    """A target as ``-lelf`` and ``-lptx`` write it: PTX as ``sm_``, and ``sm_100f`` as ``sm_100``; ``sm_90a`` stays.
+    """A target as ``-lelf`` and ``-lptx`` write it: PTX as ``sm_``, and a cubin's ``sm_100f`` as ``sm_100``.
 
-    ``-symbols`` writes the targets of cubins in full.
+    The suffix a stays, and so does the f of PTX since CUDA 13. ``-symbols`` writes the targets of cubins in full.
     """
-    return "sm_" + target.partition("_")[2].removesuffix("f")
+    prefix, _, number = target.partition("_")
+    return "sm_" + (number.removesuffix("f") if prefix == "sm" else number)
 
 
 def visible(elements: pd.DataFrame, regions: pd.DataFrame, all: bool = False) -> pd.DataFrame:

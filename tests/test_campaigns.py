@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import math
 import os
 import re
 import subprocess
@@ -93,7 +94,7 @@ def test_every_command_is_a_script_with_such_options() -> None:
     for words in commands.values():
         assert (WORKLOADS / words[0]).is_file()
         assert {word for word in words if word.startswith("--")} <= options(tree(WORKLOADS / words[0]))
-    scripts = {path.name for path in WORKLOADS.glob("*.py")} - {"common.py", "jax_settings.py"}
+    scripts = {path.name for path in WORKLOADS.glob("*.py")} - {"common.py", "jax_settings.py", "tf_settings.py"}
     assert {words[0] for words in commands.values()} == scripts
 
 
@@ -115,6 +116,29 @@ def test_a_workload_without_its_package_says_so_in_a_sentence() -> None:
     assert found.returncode == 1
     assert len(found.stderr.splitlines()) == 1
     assert "vllm" in found.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not importlib.util.find_spec("tensorflow"), reason="TensorFlow is not installed")
+@pytest.mark.parametrize("mode", ["train", "infer"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["tf_mobilenet.py", "--batch", "2", "--size", "32"],
+        ["tf_transformer.py", "--batch", "2", "--length", "8", "--blocks", "1"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_workload_of_tensorflow_prints_one_number_and_the_same_again(words: list[str], mode: str) -> None:
+    script, *sizes = words
+    command = [sys.executable, str(WORKLOADS / script), mode, "--steps", "3", *sizes]
+    env = {**os.environ, "CUDA_VISIBLE_DEVICES": "-1"}
+    first, second = (
+        subprocess.run(command, capture_output=True, text=True, check=True, env=env).stdout for _ in range(2)
+    )
+    assert math.isfinite(float(first))
+    assert float(first) != 0
+    assert second == first
 
 
 def copies(folder: Path, originals: dict[str, tuple[bytes, bytes]]) -> None:

@@ -25,7 +25,7 @@ def run(request: pytest.FixtureRequest) -> Run:
 
 
 def test_all_censuses_are_there_and_small() -> None:
-    stacks = {"torch-2.14.1-cu13", "torch-2.9.1-cu12", "torch-2.0.1-cu11", "jax-cuda13"}
+    stacks = {"torch-2.14.1-cu13", "torch-2.9.1-cu12", "torch-2.0.1-cu11", "jax-cuda13", "tensorflow-2.21-cu12"}
     packages = {"vllm", "bitsandbytes", "triton"}
     assert {folder.name for folder in FOLDERS} == {f"census-{name}" for name in stacks | packages}
     sizes = {folder.name: sum(file.stat().st_size for file in folder.iterdir()) for folder in FOLDERS}
