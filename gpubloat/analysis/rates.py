@@ -61,8 +61,7 @@ def link_rates(rates: pd.DataFrame) -> pd.DataFrame:
     """Plain bytes out of host memory: by reads of the GPU, and by the copy engine, which knows no rows.
 
     Columns: memory_bytes (that is read from), order (sorted, random, or copy engine), row_bytes (empty for the copy
-    engine), gb_per_s, million_rows_per_s, notes. Rows are drawn with repeats: of those in order, a repeated one may
-    come out of a cache, and more arrives than the link carries.
+    engine), gb_per_s, million_rows_per_s, notes.
     """
     table = _latest(rates, "link", ["way", "memory_bytes", "row_bytes"])
     order = table["way"].str.removeprefix("read, ").where(table["way"] != "copy", "copy engine")
@@ -163,12 +162,13 @@ def beside_codecs(rates: pd.DataFrame) -> pd.DataFrame:
 
 def _codecs(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of nvCOMP, encoding and decoding side by side: codec, items, saving_frac, decode_gb_per_s..."""
-    words = table["way"].str.extract(r"^(?P<codec>[^,]*), (?P<named>.*), (?P<what>encode|decode)$")
+    words = table["way"].astype(str).str.extract(r"^(?P<codec>[^,]*), (?P<named>.*), (?P<what>encode|decode)$")
     table = table.assign(**words, gb=_gb(table["raw_bytes"], table["median_s"]), items=words["named"].map(ITEMS))
     keys = [*_KEYS, "items", "codec"]
     encode, decode = (table[table["what"] == what] for what in ("encode", "decode"))
     decode = decode.assign(
-        saving_frac=1 - (decode["moved_bytes"] / decode["raw_bytes"]).astype(float), decode_gb_per_s=decode["gb"],
+        saving_frac=1 - (decode["moved_bytes"] / decode["raw_bytes"].where(decode["raw_bytes"] > 0)).astype(float),
+        decode_gb_per_s=decode["gb"],
         notes=decode["notes"].where(decode["median_s"].isna(), ""),
     )  # fmt: skip
     return decode.merge(encode[[*keys, "gb"]].rename(columns={"gb": "encode_gb_per_s"}), on=keys, how="left")

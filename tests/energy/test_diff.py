@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from gpubloat import Run
+from gpubloat.energy import blocks
 from gpubloat.energy.differences.flow import diff
 from gpubloat.energy.engines import Around, Work
 from gpubloat.errors import DeviceError, GpubloatError
@@ -29,6 +30,14 @@ class Charged(Rig):
     def __init__(self, **options: Any) -> None:
         super().__init__(cost=REPLAY, **options)
         self._charged: Costs | None = None
+
+    @property
+    def cost_of_replays(self) -> Costs | None:
+        return self._cost
+
+    @cost_of_replays.setter
+    def cost_of_replays(self, cost: Costs) -> None:
+        self._cost = cost
 
     def charge(self, call_s: float, watts: float, host_s: float = 0.0) -> None:
         self._charged = Costs(call_s, watts, host_s)
@@ -227,6 +236,68 @@ def test_where_only_the_whole_is_known_the_remedy_is_what_the_better_side_does(
         *module.inputs(0, small=True), deadline_s=1.0,
     )  # fmt: skip
     assert f"call aten::{better}.default" in run["comparisons"].iloc[0]["remedy"]
+
+
+def test_a_region_where_the_better_side_takes_more_is_not_the_cause(
+    case: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As measured on an H200: LayerNorm itself is dearer in B, by more than each copy that only A makes takes."""
+    module, rig = case("layer_norm"), Charged()
+    plain = blocks.block
+
+    def block(work: Work, meter: Any, engine: Any, seconds: float, subject: str, side: str = "", order: int = 0) -> Any:
+        if subject.startswith("region"):
+            rig.cost_of_replays = Costs(*{"A": (2.3e-4, 533.0), "B": (4.8e-4, 564.0)}[side])
+        return plain(work, meter, engine, seconds, subject, side, order)
+
+    monkeypatch.setattr(blocks, "block", block)
+    run = compared(
+        rig, costing(rig, module.slow, 7e-4, 586.0), costing(rig, module.fast, 4.7e-4, 569.0),
+        *module.inputs(0, small=True),
+    )  # fmt: skip
+    row = run["comparisons"].iloc[0]
+    assert (row["wasteful"], row["cause"]) == ("A", "extra copy")
+    regions = run["regions"].set_index("cause")
+    assert (
+        regions.loc["layout", "b_call_j"] - regions.loc["layout", "a_call_j"]
+        > regions.loc["extra copy", "a_call_j"].max()
+    )
+
+
+def test_functions_that_do_not_compute_the_same_have_no_fix(torch: Any) -> None:
+    rig = Charged()
+    row = compared(
+        rig, costing(rig, torch.relu, 3e-3, 500.0), costing(rig, torch.sigmoid, 1e-3, 500.0), torch.ones(8, 8) - 3
+    )["comparisons"].iloc[0]
+    assert (row["verdict"], row["cause"], row["fix"]) == ("trade-off", "unknown", "")
+
+
+def test_a_function_that_fails_under_the_setting_has_no_fix_and_the_table_stays(
+    case: Callable[[str], Any], torch: Any
+) -> None:
+    module, rig = case("tf32"), Charged()
+
+    def slow(x: Any, w: Any) -> Any:
+        rig.charge(8e-3, 500.0)
+        if torch.backends.cuda.matmul.allow_tf32:
+            raise ValueError("not with TF32")
+        return x @ w
+
+    row = compared(rig, slow, costing(rig, module.fast, 1e-3, 600.0), *module.inputs(0, small=True), tolerance=0.01)
+    found = row["comparisons"].iloc[0]
+    assert found["fix"] == "B in place of A"
+    assert "allow_tf32 = True cannot be used: ValueError: not with TF32" in found["notes"]
+    assert not torch.backends.cuda.matmul.allow_tf32
+
+
+def test_an_expanded_result_is_not_written_out(torch: Any) -> None:
+    """40 GiB of it if it were."""
+    x = torch.randn(32, 32)
+    run = diff(
+        lambda m: (m * 2).expand(10**7, 32, 32), lambda m: (m + m).expand(10**7, 32, 32), x, times_only=True,
+        seconds=0.02,
+    )  # fmt: skip
+    assert run["comparisons"].iloc[0]["outputs_equal"]
 
 
 def test_what_there_is_no_time_for(case: Callable[[str], Any]) -> None:

@@ -122,6 +122,12 @@ def test_logical_elements_are_not_counted_one_by_one() -> None:
     assert turned is not None
     assert turned.layout.axes == (1, 0, 2)
     assert equivalent(large, np.broadcast_to(small[::-1], large.shape)) is None
+    # Axes of which neither divides the other: not compared in row-major order, but found as a permutation.
+    turned = equivalent(np.broadcast_to(small, (6, 1 << 30, 32, 32)), np.broadcast_to(small, (1 << 30, 6, 32, 32)))
+    assert turned is not None
+    assert turned.layout.axes == (1, 0, 2, 3)
+    row = np.arange(49.0)
+    assert extended(row, np.broadcast_to(np.tile(row, 4).reshape(14, 14), (1 << 40, 14, 14))) is None
     padded = np.pad(small, 1)
     found = extended(large, np.broadcast_to(padded, (1 << 40, *padded.shape)))
     assert found is not None

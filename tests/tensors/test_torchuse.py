@@ -15,6 +15,7 @@ from gpubloat.tensors.gpu.hostmemory import pieces
 
 torch: Any = pytest.importorskip("torch")
 
+from gpubloat.tensors.gpu import rowcache  # noqa: E402
 from gpubloat.tensors.gpu.offload import OffloadedLinear, offload  # noqa: E402
 from gpubloat.tensors.gpu.rowcache import RowCache  # noqa: E402
 from gpubloat.tensors.gpu.torchuse import PackedEmbedding, PackedTensor  # noqa: E402
@@ -164,6 +165,42 @@ def test_a_cache_keeps_first_what_is_asked_for_most_often() -> None:
     asked = torch.tensor([0, 2, 4, 4, 4, 6, 1, 3, 3, 5])
     assert same(cache.gather(asked), x[asked])
     assert cache.kinds[0].tags.flatten().tolist() == [4, 3]
+
+
+def test_a_cache_takes_the_indices_and_the_room_that_packed_rows_take() -> None:
+    x = weights(50, 8)
+    cache = RowCache(PackedTensor(packing.pack(x)), 2000, device="cpu")
+    i = torch.tensor([1, 2, 3, 1])
+    assert same(cache.gather(i.int()), x[i])
+    out = torch.empty(4, 8)
+    assert cache.gather(i, out=out) is out
+    assert same(out, x[i])
+    wrong = (torch.zeros(4, 16)[:, :8], torch.zeros(8, 4).t(), torch.zeros(2, 16), torch.zeros(4, 8).int())
+    for room in wrong:
+        with pytest.raises(GpubloatError, match="out is no contiguous"):
+            cache.gather(i, out=room)
+    with pytest.raises(GpubloatError, match="are integers"):
+        cache.gather(i.float())
+    for name in ("ways", "slot_words"):
+        with pytest.raises(GpubloatError, match=f"{name} is 0"):
+            RowCache(cache.source, 2000, device="cpu", **{name: 0})
+
+
+def test_a_cache_that_was_interrupted_holds_nothing_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = weights(50, 8)
+    cache = RowCache(PackedTensor(packing.pack(x)), 8 * 4, ways=1, slot_words=8, device="cpu")
+    assert same(cache.gather(torch.tensor([0])), x[[0]])
+    move = rowcache.move_rows
+
+    def interrupted(*given: Any) -> None:
+        move(*given)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(rowcache, "move_rows", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            cache.gather(torch.tensor([1]))
+    assert same(cache.gather(torch.tensor([0])), x[[0]])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is here")

@@ -13,7 +13,7 @@ from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.engines import IN_A_GRAPH
 from gpubloat.energy.match.regions import match
 from gpubloat.energy.statistics import NO_DIFFERENCE, UNKNOWN, Saved
-from gpubloat.errors import GpubloatError, sentence
+from gpubloat.errors import DeviceError, GpubloatError, sentence
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ class Fix:
 def fix(pair: Pair, cause: Cause | None) -> Fix:
     """Measure the wasteful side with the cause's setting; without one that saves energy, the other side in its place.
 
-    Nothing is measured where nothing differs, where no energy is known, or past the deadline.
+    Nothing is measured where nothing differs, where no energy is known, past the deadline, or of functions that do not
+    compute the same.
     """
     whole = pair.whole
     if cause is None or pair.said.verdict in (NO_DIFFERENCE, UNKNOWN):
         return Fix("")
     if whole is None or not isinstance(whole.saved, Saved):
+        return Fix("")
+    if cause.kind == "unknown" and not pair.outputs_equal:
         return Fix("")
     if not pair.has_time:
         return Fix("", notes=["no fix was measured: the deadline was reached"])
@@ -66,19 +69,24 @@ def _switched(pair: Pair, slow: int, switch: Switch) -> Fix:
         with switch.on(*args):
             return fn()
 
-    notes = [] if _is_equal(fn, fixed) else [f"with {switch.setting} the outputs differ"]
+    notes = [] if _is_equal(pair, slow, fixed) else [f"with {switch.setting} the outputs differ"]
     try:
         work = pair.engine.prepared(fn, in_a_graph, lambda: switch.on(*args))
         found = pair.compare(fn, work, "the setting")
-    except RuntimeError as error:  # of PyTorch: no backend can do this, or the build lacks it
+    except DeviceError:
+        raise
+    except Exception as error:  # of PyTorch: no backend can do this; or of the function, which did not expect it
         return Fix("", notes=[f"{switch.setting} cannot be used: {sentence(error)}"])
     return _judged(pair, switch.setting, found, notes)
 
 
-def _is_equal(fn: Callable[[], Any], fixed: Callable[[], Any]) -> bool:
+def _is_equal(pair: Pair, slow: int, fixed: Callable[[], Any]) -> bool:
+    """Of a function that changes what it is given nothing can be told by calling it twice."""
+    if pair.changes_inputs(slow):
+        return True
     try:
-        with capture(fn) as before, capture(fixed) as after:
-            return match(before, after).outputs_equal
+        with capture(pair.fns[slow]) as before, capture(fixed) as after:
+            return match(before, after, None, pair.tolerance).outputs_equal
     except GpubloatError:
         return False
 

@@ -120,13 +120,12 @@ def diff(
         if seconds is None:
             seconds = _TIMES_S if opened is None else measured.window_s(opened, engine)
         fns = (lambda: a(*sides[0]), lambda: b(*sides[1]))
-        pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s, told)
+        pair = Pair(fns, sides, captures, matching, engine, opened, seconds, n_blocks, until_s, told, tolerance)
         pair.notes += [*matching.notes, *captures[0].notes, *captures[1].notes]
         pair.notes += [
-            f"{side} changes what it is given: each call finds what the one before left"
-            for side, one in zip("AB", captures)
-            if {one.tensors[t].storage for op in one.ops for t in op.writes}
-            & {one.tensors[t].storage for t in one.inputs}
+            f"{letter} changes what it is given: each call finds what the one before left"
+            for side, letter in enumerate("AB")
+            if pair.changes_inputs(side)
         ]
         if again is None:
             pair.notes.append("tensors were matched on one input only")

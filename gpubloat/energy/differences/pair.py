@@ -15,6 +15,7 @@ from gpubloat.energy.capture import Capture
 from gpubloat.energy.compare import Comparison, compare, null
 from gpubloat.energy.engines import Engine, Work
 from gpubloat.energy.match.regions import Matching
+from gpubloat.energy.match.repeats import once
 from gpubloat.energy.meter import Meter, NotMeasured
 from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.statistics import UNKNOWN, Verdict
@@ -25,9 +26,9 @@ from gpubloat.energy.timing import Timing
 class Pair:
     """Both sides, and what is known of them so far.
 
-    seconds, n_blocks : of each comparison. until_s : deadline on the engine's clock. whole : comparison of the
-    functions, `said` what it means. band : what A against A differs by. blocks : all that were measured. told : hears
-    what is being done.
+    seconds, n_blocks : of each comparison. until_s : deadline on the engine's clock. told : hears what is being done.
+    tolerance : of `match`. whole : comparison of the functions, `said` what it means. band : what A against A differs
+    by. blocks : all that were measured.
     """
 
     fns: tuple[Callable[[], Any], Callable[[], Any]]
@@ -40,6 +41,7 @@ class Pair:
     n_blocks: int
     until_s: float
     told: Told = silent
+    tolerance: float | None = None
     timings: tuple[Timing | None, Timing | None] = (None, None)
     idle: Block | None = None
     band: float | NotMeasured = field(default_factory=lambda: NotMeasured("it was not measured"))
@@ -54,7 +56,7 @@ class Pair:
         if not self.matching.outputs_equal:
             return False
         values = (self.captures[0].value(tensor) for tensor in self.captures[0].outputs)
-        return any(value is None or bool(np.isfinite(value).any()) for value in values) or None
+        return any(value is None or bool(np.isfinite(once(value)).any()) for value in values) or None
 
     @property
     def compare_s(self) -> float:
@@ -70,6 +72,12 @@ class Pair:
     def hosts(self) -> tuple[float, float] | None:
         """CPU seconds per call of both, once the whole functions were compared."""
         return None if self.whole is None else _hosts(self.whole)
+
+    def changes_inputs(self, side: int) -> bool:
+        """Whether a function writes to what it is given: each call finds what the one before left."""
+        capture = self.captures[side]
+        written = {capture.tensors[tensor].storage for op in capture.ops for tensor in op.writes}
+        return bool(written & {capture.tensors[tensor].storage for tensor in capture.inputs})
 
     def compare(self, a: Callable[[], Any] | Work, b: Callable[[], Any] | Work, subject: str) -> Comparison:
         """As everything in this pair is compared; its blocks are kept."""

@@ -52,15 +52,24 @@ def _apart_s(pair: Pair, region: Region) -> float:
 def weight(pair: Pair, found: Found) -> tuple[bool, bool, float, float]:
     """How much of the difference a region has, for `sorted`: energy where it was measured, else time.
 
-    Where only times are known, a layout that another side's copy has made comes behind the copy.
+    A region in which the better side takes more explains nothing, however much it is. Where only times are known, a
+    layout that another side's copy has made comes behind the copy.
     """
     apart_j = 0.0
     if found.alone is not None:
-        apart_j = found.alone.call_j or 0.0
+        alone_j = found.alone.call_j or 0.0
+        apart_j = _excess(pair, alone_j, 0.0) if found.alone.side == 0 else _excess(pair, 0.0, alone_j)
     elif found.comparison is not None and found.comparison.a.call_j and found.comparison.b.call_j:
-        apart_j = abs(found.comparison.a.call_j - found.comparison.b.call_j)
+        apart_j = _excess(pair, found.comparison.a.call_j, found.comparison.b.call_j)
+    times = [region_s(pair, side, found.region) or 0.0 for side in (0, 1)]
     is_known = found.cause.kind != "unknown"
-    return is_known, bool(apart_j) or found.cause.kind != "layout", apart_j, _apart_s(pair, found.region)
+    return is_known, bool(apart_j) or found.cause.kind != "layout", apart_j, _excess(pair, *times)
+
+
+def _excess(pair: Pair, a: float, b: float) -> float:
+    """What the side that takes more as a whole takes more here; the difference if that is not known."""
+    slow = slow_side(pair.whole)
+    return abs(a - b) if not slow else a - b if slow == "a" else b - a
 
 
 def parted(pair: Pair) -> Cause:

@@ -103,12 +103,16 @@ def _ordinary_size(y: Array, known: Fingerprint) -> float:
 
 
 def difference(x: Array, y: Array, tolerance: float, *, outstanding: float = np.inf) -> tuple[float, float] | None:
-    """(relative Frobenius error, worst error over the root mean square) of arrays of one size; None if not equal.
+    """(relative Frobenius error, worst error over the root mean square) of arrays of one size; None if not equal,
+    or too large to be compared as they repeat.
 
     Elements correspond in row-major order. outstanding : elements at least so great are compared each on its own and
     left out of the norms.
     """
-    a, b = map(flat_parts, together(x, y))
+    both = together(x, y)
+    if both is None:
+        return None
+    a, b = map(flat_parts, both)
     if equal(a, b):  # weights and copies: most of what is compared at all
         return 0.0, 0.0
     if not tolerance:

@@ -19,7 +19,7 @@ import numpy as np
 from gpubloat.energy.match.equivalence import Equivalence, allowed_error, equivalent
 from gpubloat.energy.match.fingerprint import Fingerprint, fingerprint, is_ambiguous, kind_of
 from gpubloat.energy.match.layouts import agree, fitting, positions
-from gpubloat.energy.match.repeats import atoms, flat, once, packed
+from gpubloat.energy.match.repeats import MOST, atoms, flat, once, packed
 from gpubloat.energy.match.tolerance import ELEMENT
 
 Array = np.ndarray[Any, Any]
@@ -222,7 +222,10 @@ def _first_copy(large: Array, before: int, times: int, allowed: float) -> Array 
     outer, inner = np.divmod(where, times * shape[2])
     if not _equals_first(flat(large)[where], flat(large)[outer * times * shape[2] + inner % shape[2]], allowed):
         return None
-    fine = atoms(large.shape, shape) or shape  # in which nothing that repeats is copied
+    fine = atoms(large.shape, shape)  # in which nothing that repeats is copied
+    if fine is None and large.size > MOST and not all(large.strides):
+        return None
+    fine = fine or shape
     pieces = large.reshape(fine)
     ahead = accumulate(fine[:-1], mul, initial=1)  # elements before each axis
     first = pieces[tuple(slice(1) if before <= n < before * times else slice(None) for n in ahead)]

@@ -74,7 +74,10 @@ def _error(a: Values, x: int, b: Values, y: int) -> float:
         if one is None or other is None or one.size != other.size:
             continue
         kind = np.complex128 if "c" in (one.dtype.kind, other.dtype.kind) else np.float64
-        one, other = (array.astype(kind) for array in together(one, other))
+        both = together(one, other)
+        if both is None:
+            continue
+        one, other = (array.astype(kind) for array in both)
         apart = float(np.linalg.norm(one - other))
         norm = max(float(np.linalg.norm(one)), float(np.linalg.norm(other)))
         error = apart / norm if norm else apart

@@ -15,6 +15,8 @@ from gpubloat.energy.match.layouts import Shape, positions
 
 Array = np.ndarray[Any, Any]
 
+MOST = 1 << 28  # elements that are copied to compare arrays that repeat in different places
+
 
 def once(array: Array) -> Array:
     """One element of each axis that repeats."""
@@ -33,10 +35,10 @@ def flat(array: Array) -> Array | np.flatiter[Array]:
     return array.reshape(-1) if array.flags.c_contiguous else array.flat
 
 
-def together(x: Array, y: Array) -> tuple[Array, Array]:
+def together(x: Array, y: Array) -> tuple[Array, Array] | None:
     """Two arrays of one size in row-major order, one axis each, without what both repeat in the same places.
 
-    Relative errors are the same as with it.
+    Relative errors are the same as with it. None if that would take a copy of more than `MOST` elements.
     """
     if x.size and not all(x.strides) and not all(y.strides):  # otherwise no copy exceeds what one of them stores
         shape = atoms(x.shape, y.shape)
@@ -44,15 +46,23 @@ def together(x: Array, y: Array) -> tuple[Array, Array]:
             x, y = x.reshape(shape), y.reshape(shape)
             both = tuple(slice(None) if one or other else slice(1) for one, other in zip(x.strides, y.strides))
             x, y = x[both], y[both]
+        if x.size > MOST and not (all(x.strides) or all(y.strides)):
+            return None
     return x.reshape(-1), y.reshape(-1)
 
 
 def equal(x: Array, y: Array) -> bool:
-    """Whether two arrays of one size have the same elements in row-major order; NaN equals NaN."""
+    """Whether two arrays of one size have the same elements in row-major order; NaN equals NaN.
+
+    Not known, and so False, where `together` gives none.
+    """
     where = positions(x.size)
     if not np.array_equal(flat(x)[where], flat(y)[where], equal_nan=True):
         return False
-    x, y = together(x, y)
+    both = together(x, y)
+    if both is None:
+        return False
+    x, y = both
     return np.array_equal(x, y) or np.array_equal(x, y, equal_nan=True)  # the second takes several passes
 
 

@@ -37,6 +37,9 @@ class RowCache:
         device: Any = "cuda",
     ) -> None:  # fmt: skip
         lengths = source.packed.row_words
+        if ways < 1 or (slot_words is not None and slot_words < 1):
+            what, number = ("ways", ways) if ways < 1 else ("slot_words", slot_words)
+            raise GpubloatError(f"{what} is {number}", "1 or more")
         self.source = source
         sizes = _sizes(lengths, capacity_bytes, ways) if slot_words is None else {}
         if not sizes:
@@ -58,9 +61,8 @@ class RowCache:
 
     def gather(self, indices: Any, out: Any = None) -> Any:
         """As `PackedTensor.gather`; rows that are in no slot are read from the source, and kept if a slot is free."""
-        shape = (*indices.shape, *self.source.shape[1:])
-        out = empty(shape, self.source.dtype, indices.device) if out is None else out
-        wanted, at, times = torch.unique(indices.reshape(-1), return_inverse=True, return_counts=True)
+        out = self.source.room(indices, out)
+        wanted, at, times = torch.unique(indices.reshape(-1).long(), return_inverse=True, return_counts=True)
         if out.numel() == 0:
             return out
         n = self.source.packed.n_rows
@@ -160,6 +162,7 @@ class _Slots:
         age, way = self.used[of_set].min(1)
         new, of_set, way = (part[age < clock] for part in (new, of_set, way))
         target = of_set * self.ways + way
+        self.tags.view(-1)[target] = -1  # if moving ends early, no slot claims what it does not hold
         gpu_or_host = gpu.move_rows if self.slots.device.type == "cuda" else move_rows
         gpu_or_host(source, wanted[new], self.slots, target, self.lengths)
         self.tags.view(-1)[target] = wanted[new]

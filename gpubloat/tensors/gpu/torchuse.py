@@ -89,10 +89,7 @@ class PackedTensor:
         ------
         GpubloatError : not pinned; on the CPU, an index out of range.
         """
-        shape = (*indices.shape, *self.shape[1:])
-        out = empty(shape, self.dtype, indices.device) if out is None else out
-        if out.shape != shape or out.dtype != self.dtype or out.device != indices.device or not out.is_contiguous():
-            raise GpubloatError(f"out is no contiguous {self.dtype} tensor of shape {tuple(shape)} on {indices.device}")
+        out = self.room(indices, out)
         wanted = indices.reshape(-1).contiguous()
         if indices.device.type == "cpu":
             found = packing.unpack_rows(self.packed, wanted.numpy())
@@ -102,6 +99,16 @@ class PackedTensor:
         if not presorted:
             wanted, places = torch.sort(wanted)
         self.rows(indices.device).decode(out.view(len(wanted), -1) if out.numel() else out, wanted, places)
+        return out
+
+    def room(self, indices: Any, out: Any = None) -> Any:
+        """Where rows of these numbers go: `out`, or a new tensor. GpubloatError if either is not as it has to be."""
+        if indices.dtype.is_floating_point or indices.dtype.is_complex or indices.dtype == torch.bool:
+            raise GpubloatError(f"numbers of rows are integers, not {indices.dtype}")
+        shape = (*indices.shape, *self.shape[1:])
+        out = empty(shape, self.dtype, indices.device) if out is None else out
+        if out.shape != shape or out.dtype != self.dtype or out.device != indices.device or not out.is_contiguous():
+            raise GpubloatError(f"out is no contiguous {self.dtype} tensor of shape {tuple(shape)} on {indices.device}")
         return out
 
     def check(self) -> None:
