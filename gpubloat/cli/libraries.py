@@ -306,7 +306,9 @@ def verify(
             if complaint:
                 print(f"note: {loading}: {printable(complaint)}")
         if about.get("n_misses"):
-            print(f"note: the copies met removed code {about['n_misses']} times, and the guard acted: see exec --out")
+            n = about["n_misses"]
+            print(f"note: the copies met removed code {'once' if n == 1 else f'{n} times'}, and the guard acted:")
+            print("      `gpubloat libraries exec COPIES --out RUN -- COMMAND` records where")
         if repeat == 1 and verdict == "differs":
             print("note: one round cannot tell whether the originals differ among themselves, too: use --repeat")
         print(f"verdict: {verdict}")

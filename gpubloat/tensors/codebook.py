@@ -97,6 +97,12 @@ class Codebook:
         if (self.always & self.mask).any() or (self.value & ~(self.always | self.mask)).any():
             raise GpubloatError("always, mask and value of the codebook contradict each other")
 
+    def __repr__(self) -> str:
+        n = f"{len(self.mask)} chunks of {self.chunk_bits} bits"
+        return (
+            f"Codebook({self.dtype}, rows of {n}, {int(np.count_nonzero(self.mask | self.always))} with bits removed)"
+        )
+
     @property
     def row_bytes(self) -> int:
         return prod(self.row_shape) * named(self.dtype).bits // 8

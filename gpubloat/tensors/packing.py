@@ -89,6 +89,11 @@ class Packed:
             return _ends(self.row_words)
         return np.arange(self.n_rows + 1, dtype=np.uint64) * np.uint64(self.stride_words)
 
+    def __repr__(self) -> str:
+        shape = "x".join(map(str, self.shape))
+        sizes = f"{self.raw_bytes:,} -> {self.packed_bytes:,} bytes, {self.saving_frac:.1%} saved"
+        return f"Packed({self.dtype} {shape}, {self.layout}, {sizes})"
+
     def to(self, device: Any = "cuda") -> Any:
         """The tensor as PyTorch has it, decoded on a device: `gpu.torchuse.PackedTensor.to`."""
         return self._in_torch.to(device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import sys
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
@@ -188,6 +189,19 @@ def test_time_of_the_host_alone(case: Callable[[str], Any]) -> None:
     assert (row["verdict"], row["cause"]) == ("no difference", "host wait")
     assert row["a_host_s"] > 10 * row["b_host_s"]
     assert row["fix"] == ""
+
+
+def test_without_a_gpu_the_time_of_the_host_is_no_cause(torch: Any) -> None:
+    """There the host computes. Of two functions that run the same, one may take longer for many reasons."""
+
+    def slow(x: Any) -> Any:
+        end = time.process_time() + 0.004
+        while time.process_time() < end:
+            pass
+        return x * 2
+
+    run = diff(slow, lambda x: x * 2, torch.ones(8), times_only=True, seconds=0.05)
+    assert run["comparisons"].iloc[0]["cause"] == ""
 
 
 def test_a_setting_is_measured_as_the_fix(case: Callable[[str], Any], torch: Any) -> None:

@@ -410,3 +410,11 @@ def test_speed_is_printed_and_not_absurd(capsys: pytest.CaptureFixture[str]) -> 
             assert min(speeds) > 0.02  # a compiled loop on any machine, however busy; plain Python is 1000 times slower
     with capsys.disabled():
         print("\n" + "\n".join(lines))
+
+
+def test_what_is_packed_says_in_one_line_what_it_is() -> None:
+    x = np.zeros((100, 8), np.float32)
+    x[0, 0] = 1
+    packed = pack(x)
+    assert repr(packed) == f"Packed(fp32 100x8, condensed, 3,200 -> {packed.packed_bytes} bytes, 72.0% saved)"
+    assert repr(packed.codebook) == "Codebook(fp32, rows of 4 chunks of 64 bits, 4 with bits removed)"

@@ -70,8 +70,13 @@ class Pair:
 
     @property
     def hosts(self) -> tuple[float, float] | None:
-        """CPU seconds per call of both, once the whole functions were compared."""
-        return None if self.whole is None else _hosts(self.whole)
+        """CPU seconds per call of both, once the whole functions were compared; None where no GPU is measured or used.
+
+        There the host computes, and its time is no waste beside another time.
+        """
+        devices = [tensor.device for tensor in self.captures[0].tensors.values()]
+        on_gpu = self.meter is not None or any(device.startswith("cuda") for device in devices)
+        return _hosts(self.whole) if self.whole is not None and on_gpu else None
 
     def changes_inputs(self, side: int) -> bool:
         """Whether a function writes to what it is given: each call finds what the one before left."""
