@@ -18,7 +18,7 @@ from matplotlib.patches import Patch
 
 from gpubloat.analysis.energy import CLAIM, OPERATOR, REMAINDER, SIGNALS, UNMEASURED, mean_power
 from gpubloat.errors import GpubloatError
-from gpubloat.plots.style import GREY, PALETTE
+from gpubloat.plots.style import GREY, PALETTE, listed
 from gpubloat.tables.energy import VERDICTS
 
 NOT_MEASURED = "not measured"
@@ -92,14 +92,11 @@ def operators(table: pd.DataFrame, *, rows: int = 15, ax: Axes | None = None) ->
         ax.text(x + top * 0.025, at, text, va="center", fontsize=SMALL, color="black" if known[at] else "dimgrey")
     letters = _fitting(ax, 40, 22)
     ax.set_yticks(y, [_named(row, letters) for row in drawn.to_dict("records")], fontsize=SMALL, linespacing=0.8)
-    ax.set_ylim(max(len(drawn), 1) - 0.4, -0.6)
     low = float(np.nanmin(np.append(width[known] - np.nan_to_num(error[known]), 0.0)))
     ax.set_xlim(low * 1.1, max(top, 1e-12) * 1.18)
     if low < 0:
         ax.axvline(0, color="black", linewidth=0.6)
-    ax.set_xlabel(f"energy of a step ({unit})")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(drawn), f"energy of a step ({unit})")
     return ax
 
 
@@ -176,12 +173,9 @@ def two_systems(
             ax.text(top * 0.01, at + offset, NOT_MEASURED, va="center", fontsize=5.5, color="dimgrey")
     letters = _fitting(ax, 40, 22)
     ax.set_yticks(y, [_named(row, letters) for row in drawn.to_dict("records")], fontsize=SMALL, linespacing=0.8)
-    ax.set_ylim(max(len(drawn), 1) - 0.4, -0.6)
     ax.set_xlim(lowest * 1.1, max(highest, 1e-12) * 1.06)
     ax.axvline(0, color="black", linewidth=0.6)
-    ax.set_xlabel(f"energy of a step ({unit})")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(drawn), f"energy of a step ({unit})")
     handles = [Patch(facecolor=SIDES[side], label=name) for side, name in zip("AB", names)]
     _legend_above(ax, handles, 2)
     return ax
@@ -244,12 +238,9 @@ def cases(table: pd.DataFrame, *, with_cause: bool = True, ax: Axes | None = Non
         handles.append(Patch(facecolor="#DDDDDD", label="A against A"))
     handles += _papers(table, place, ax)
     ax.set_yticks(y, [_case(row, _fitting(ax, 26, 20)) for row in ours.to_dict("records")], fontsize=SMALL)
-    ax.set_ylim(max(len(ours), 1) - 0.4, -0.6)
     least = np.concatenate([[-2.0], 100 * ours["low_frac"].to_numpy(float), -band])
     ax.set_xlim(max(float(np.nanmin(least)) * 1.1, -40.0), 102)
-    ax.set_xlabel("energy saved (%)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(ours), "energy saved (%)")
     if with_cause:
         for at, cause in enumerate(ours["cause"]):
             ax.text(1.02, at, str(cause), transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL)
@@ -300,12 +291,9 @@ def loads(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             ax.text(0.01, at, f"{signal}: {NOT_MEASURED}", transform=ax.get_yaxis_transform(), va="center", fontsize=6,
                     color="dimgrey")  # fmt: skip
     ax.set_yticks(range(len(names)), names)
-    ax.set_ylim(max(len(names), 1) - 0.4, -0.6)
     ax.hlines(np.arange(1, len(names)) - 0.5, 0, 1, transform=ax.get_yaxis_transform(), color="#EEEEEE", linewidth=0.6)
     ax.set_xlim(left=0)
-    ax.set_xlabel("power (W)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(names), "power (W)")
     if len(table):
         _legend_above(ax, ax.get_legend_handles_labels()[0], 3)
     return ax
@@ -378,11 +366,8 @@ def story(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             text += f", {-row['saved_frac']:+.1%}".replace("-", "\N{MINUS SIGN}")
         ax.text((ends[at] if known[at] else 0) + top * 0.025, at, text, va="center", fontsize=SMALL)
     ax.set_yticks(y, [_side(row, _fitting(ax, 24, 16)) for row in bars.to_dict("records")], fontsize=SMALL)
-    ax.set_ylim(max(len(bars), 1) - 0.4, -0.6)
     ax.set_xlim(0, max(top, 1e-12) * 1.4)
-    ax.set_xlabel(f"energy per call ({unit})")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(bars), f"energy per call ({unit})")
     told = table[table["part"] == "cause"]
     if len(told):
         lines = [str(told["what"].iloc[0]), str(told["line"].iloc[0])]

@@ -12,7 +12,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
 from gpubloat.analysis.rates import PACKING, PLAIN
-from gpubloat.plots.style import GREY, PALETTE
+from gpubloat.plots.style import GREY, PALETTE, listed
 
 COPY_ENGINE = "copy engine"
 ORDERS: dict[str, tuple[Any, str]] = {"sorted": ("-", "o"), "random": ("--", "s")}
@@ -92,11 +92,8 @@ def decode_dots(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(table[f"{way}_gb_per_s"].to_numpy(float), y, marker, color=color, markersize=4.5,
                 markerfacecolor=face, label=label)  # fmt: skip
     ax.set_yticks(y, [matrix(row) for row in table.to_dict("records")])
-    ax.set_ylim(max(len(table), 1) - 0.4, -0.6)
     ax.set_xlim(left=0)
-    ax.set_xlabel("arrives (GB/s)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(table), "arrives (GB/s)")
     return ax
 
 
@@ -116,11 +113,8 @@ def codec_dots(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
         ax.plot(x, np.full(len(x), y), "o", color=color, markersize=3.5, alpha=0.7, markeredgewidth=0)
         ax.plot([median], [y], "|", color=color, markersize=11, markeredgewidth=1.6)
     ax.set_yticks(range(len(medians)), [str(codec) for codec in medians.index])
-    ax.set_ylim(max(len(medians), 1) - 0.4, -0.6)
     ax.set_xlim(left=0)
-    ax.set_xlabel("arrives decoded (GB/s)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(medians), "arrives decoded (GB/s)")
     return ax
 
 
@@ -153,11 +147,8 @@ def workload_bars(workloads: pd.DataFrame, speedups: pd.DataFrame, *, ax: Axes |
         names.append(str(subject).replace(", ", "\n", 1))
         at += len(ways) + 0.8
     ax.set_yticks(ticks, names)
-    ax.set_ylim(max(at - 0.8, 1) - 0.4, -0.6)
     ax.set_xlim(0, top * 1.4)
-    ax.set_xlabel("time (ms)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, at - 0.8, "time (ms)")
     return ax
 
 

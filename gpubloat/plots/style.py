@@ -11,6 +11,7 @@ from typing import Any
 import matplotlib as mpl
 import pandas as pd
 from cycler import cycler
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from gpubloat import __version__
@@ -77,6 +78,14 @@ def _parameters() -> Iterator[None]:
         yield
     finally:
         mpl.rcParams.update(before)
+
+
+def listed(ax: Axes, n: float, label: str) -> None:
+    """Axes of a list: `n` items from the top down, their values to the right along an axis with `label`."""
+    ax.set_ylim(max(n, 1) - 0.4, -0.6)
+    ax.set_xlabel(label)
+    ax.grid(axis="x")
+    ax.tick_params(axis="y", length=0)
 
 
 def save(

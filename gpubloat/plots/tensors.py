@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from gpubloat.plots.style import GREY, MAGNITUDE, PALETTE
+from gpubloat.plots.style import GREY, MAGNITUDE, PALETTE, listed
 
 METHODS = {"paper": ("packed, as in the paper", PALETTE[0]), "always": ("packed, constant bits left out", PALETTE[4])}
 # Bound -> label, marker.
@@ -102,11 +102,8 @@ def savings_bars(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
             Line2D([], [], linestyle="", marker="o", color="black", markersize=4, markerfacecolor="white", label=label)
         )
     ax.set_yticks(y, table["label"])
-    ax.set_ylim(max(len(table), 1) - 0.4, -0.6)
     ax.axvline(0, color="black", linewidth=0.6)
-    ax.set_xlabel("saved (%)")
-    ax.grid(axis="x")
-    ax.tick_params(axis="y", length=0)
+    listed(ax, len(table), "saved (%)")
     ax.legend(handles=handles, loc="upper left", bbox_to_anchor=(1, 1))
     return ax
 

@@ -41,10 +41,7 @@ class RowCache:
             what, number = ("ways", ways) if ways < 1 else ("slot_words", slot_words)
             raise GpubloatError(f"{what} is {number}", "1 or more")
         self.source = source
-        sizes = _sizes(lengths, capacity_bytes, ways) if slot_words is None else {}
-        if not sizes:
-            slot_words = slot_words or _short(lengths)
-            sizes = {slot_words: capacity_bytes // (4 * slot_words * ways)}
+        sizes = _sizes(lengths, capacity_bytes // (4 * ways), slot_words)
         if min(sizes.values()) < 1:
             raise GpubloatError(
                 f"{capacity_bytes} bytes are less than one set of {ways} slots of {4 * min(sizes)} bytes",
@@ -76,10 +73,7 @@ class RowCache:
         slot, hit, held = torch.zeros_like(wanted), torch.zeros_like(in_range), torch.zeros_like(in_range)
         for number, slots in enumerate(self.kinds):
             mine = (kind == number).nonzero().reshape(-1)
-            slot[mine], hit[mine] = slots.look_up(wanted[mine], self._clock)
-            slot[mine], held[mine] = slots.keep(
-                self._from, wanted[mine], times[mine], slot[mine], hit[mine], self._clock
-            )
+            slot[mine], hit[mine], held[mine] = slots.ask(self._from, wanted[mine], times[mine], self._clock)
         self._hits += hit[at].sum()
         flat, kind = out.view(len(at), -1), torch.where(held, kind, len(self.kinds))[at]
         for number, rows in enumerate([*(slots.rows for slots in self.kinds), self._from]):
@@ -103,21 +97,24 @@ class RowCache:
         }
 
 
-def _short(lengths: Any) -> int:
-    return max(1, int(np.quantile(lengths, LENGTH_QUANTILE, method="higher"))) if len(lengths) else 1
+def _sizes(lengths: Any, way_words: int, slot_words: int | None) -> dict[int, int]:
+    """Words of a slot -> sets. way_words : that one way of all sets has.
 
-
-def _sizes(lengths: Any, capacity_bytes: int, ways: int) -> dict[int, int]:
-    """Words of a slot -> sets: long slots get the share of the bytes that long rows have, one set at least; empty if
-    all rows are about as long, or there is no room for two kinds."""
-    short, longest = _short(lengths), max(1, int(lengths.max(initial=0)))
-    if short == longest:
-        return {}
-    beyond = int((lengths > short).sum()) * longest
-    share = beyond / (beyond + int((lengths <= short).sum()) * short)
-    n_long = max(1, round(share * capacity_bytes / (4 * longest * ways)))
-    n_short = (capacity_bytes - n_long * 4 * longest * ways) // (4 * short * ways)
-    return {short: n_short, longest: n_long} if n_short > 0 else {}
+    Long slots get the share of the bytes that long rows have, one set at least. There is one length if it is given, if
+    all rows are about as long, or if there is no room for two.
+    """
+    short = slot_words
+    if short is None:
+        short = max(1, int(np.quantile(lengths, LENGTH_QUANTILE, method="higher"))) if len(lengths) else 1
+        longest = max(short, int(lengths.max(initial=0)))
+        beyond = int((lengths > short).sum()) * longest
+        if beyond:
+            share = beyond / (beyond + int((lengths <= short).sum()) * short)
+            n_long = max(1, round(share * way_words / longest))
+            n_short = (way_words - n_long * longest) // short
+            if n_short > 0:
+                return {short: n_short, longest: n_long}
+    return {short: way_words // short}
 
 
 class _Slots:
@@ -139,20 +136,16 @@ class _Slots:
         else:
             self.rows = HostRows(source.packed, self.slots, self.lengths)
 
-    def look_up(self, wanted: Any, clock: int) -> tuple[Any, Any]:
-        """(slot, whether it holds the row) for each wanted row; none is there twice."""
+    def ask(self, source: Any, wanted: Any, times: Any, clock: int) -> tuple[Any, Any, Any]:
+        """(slot, whether it held the row, whether it does now) for each wanted row; none is there twice.
+
+        Of rows that are in no slot, each set that has a slot not in use now keeps the one asked for most (`times`).
+        """
         of_set = wanted % self.n_sets
         match = self.tags[of_set] == wanted[:, None]
         hit = match.any(1)
         slot = of_set * self.ways + match.int().argmax(1)
         self.used.view(-1)[slot[hit]] = clock
-        return slot, hit
-
-    def keep(self, source: Any, wanted: Any, times: Any, slot: Any, hit: Any, clock: int) -> tuple[Any, Any]:
-        """Keep rows that are in no slot: for each set that has a slot not in use now, the one asked for most often.
-
-        `times` says how often. Gives what `look_up` would, after that.
-        """
         candidates = (~hit).nonzero().reshape(-1)
         candidates = candidates[torch.argsort(times[candidates], descending=True, stable=True)]
         of_set, order = torch.sort(wanted[candidates] % self.n_sets, stable=True)
@@ -167,9 +160,9 @@ class _Slots:
         gpu_or_host(source, wanted[new], self.slots, target, self.lengths)
         self.tags.view(-1)[target] = wanted[new]
         self.used.view(-1)[target] = clock
-        slot, held = slot.clone(), hit.clone()
+        held = hit.clone()
         slot[new], held[new] = target, True
-        return slot, held
+        return slot, hit, held
 
 
 class HostRows:
