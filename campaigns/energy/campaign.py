@@ -5,8 +5,8 @@
 
 probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 50 to 180 s each; gpt2
 by operator 150 s; pairs 100 to 200 s each; overhead 170 s, most of it the capture of 32 sequences. Runs are written to
-DIR as they end. Cases of JAX run in programs of their own. What fails is told in DIR/failed.json and does not stop the
-rest.
+DIR as they end; called again with the same DIR, null and pairs go on where they stopped. Cases of JAX run in programs
+of their own. What fails is told in DIR/failed.json and does not stop the rest.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ from gpubloat.energy.workload import kinds, workload  # noqa: E402
 from gpubloat.run import Run, RunWriter, provenance  # noqa: E402
 
 CASE_SECONDS = 240.0
+CAPTURE_SECONDS = 150.0  # of 32 sequences, all values kept; less time left, and it is not made
 
 
 class Campaign:
@@ -141,9 +142,15 @@ def null_band_of(campaign: Campaign) -> float:
 
 
 def a_against_a(campaign: Campaign) -> None:
-    """How often identical functions are called different, three kinds of them in turn; and the band of each."""
+    """How often identical functions are called different, three kinds of them in turn; and the band of each.
+
+    Goes on where an earlier call with the same folder stopped.
+    """
     rows, told = [], []
-    for n in range(campaign.n_null):
+    if (campaign.folder("null") / "run.json").exists():
+        before = Run.load(campaign.folder("null"))
+        rows, told = [before["blocks"]], list(before.provenance["comparisons"])
+    for n in range(len(told), campaign.n_null):
         if campaign.left_s() < 45:
             break
         name = list(WORKS)[n % len(WORKS)]
@@ -225,15 +232,17 @@ def gpt2(campaign: Campaign) -> None:
 
 def pairs(campaign: Campaign) -> None:
     for subject, make in models.PAIRS.items():
+        folder = campaign.folder("pair-" + subject.replace(" ", "-"))
+        if (folder / "run.json").exists():
+            continue
         if campaign.left_s() < 90:
             break
 
-        def act(subject: str = subject, make: Callable[[], models.Pair] = make) -> None:
+        def act(subject: str = subject, make: Callable[[], models.Pair] = make, folder: Path = folder) -> None:
             a, b = make()
             run = energy.diff(
                 a, b, meter=campaign.meter, band=null_band_of(campaign), subject=subject, names=("A", "B"),
-                deadline_s=min(200.0, campaign.left_s()), out=campaign.folder("pair-" + subject.replace(" ", "-")),
-                force=True, command="campaign pairs",
+                deadline_s=min(200.0, campaign.left_s()), out=folder, force=True, command="campaign pairs",
             )  # fmt: skip
             told(run)
 
@@ -262,9 +271,10 @@ def overhead(campaign: Campaign) -> None:
             rows.append({"what": "timing pass, under the profiler", "step_s": timing.step_us / 1e6})
             # Its own steps without the profiler: each is waited for, which steps in a row are not.
             rows.append({"what": "timing pass, plain", "step_s": (timing.wall_us or 0) / 1e6})
-    start = time.perf_counter()
-    with capture(step):
-        rows.append({"what": "capture pass", "step_s": time.perf_counter() - start})
+    if campaign.left_s() > CAPTURE_SECONDS:
+        start = time.perf_counter()
+        with capture(step):
+            rows.append({"what": "capture pass", "step_s": time.perf_counter() - start})
     with RunWriter("energy", [], campaign.folder("overhead"), True) as writer:
         writer.finish(provenance("campaign overhead", {}, []) | campaign.about() | {"steps": rows})
     print(pd.DataFrame(rows).groupby("what")["step_s"].agg(["median", "min", "max"]).to_string(), flush=True)

@@ -6,9 +6,11 @@ the L2 cache, used in turn. Many calls are one CUDA graph where that works, so t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,15 +194,41 @@ def graphed(body: Callable[[], None], device: Any) -> Callable[[], None]:
         return captured_graph(torch, body)
 
 
+@dataclass(frozen=True)
+class _Replayed:
+    """A graph to be called. body : held, since the graph reads the memory of its tensors without owning it."""
+
+    graph: Any
+    body: Callable[[], Any]
+
+    def __call__(self) -> None:
+        self.graph.replay()
+
+
 def captured_graph(torch: Any, body: Callable[[], Any]) -> Callable[[], None]:
-    """What replays `body`, captured as a CUDA graph on the current device. Raises what `body` raises in a capture."""
+    """What replays `body`, captured as a CUDA graph on the current device. Raises what `body` raises in a capture.
+
+    What waits for the GPU is found out before: a library that is stopped in a capture may fail in its next call, too.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
+    with torch.cuda.stream(side), _refusing_to_wait(torch):
         body()  # libraries set themselves up outside of the graph
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         body()
-    replay: Callable[[], None] = graph.replay
-    return replay
+    return _Replayed(graph, body)
+
+
+@contextlib.contextmanager
+def _refusing_to_wait(torch: Any) -> Iterator[None]:
+    """Operators of PyTorch that wait for the GPU raise RuntimeError."""
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*debug mode is a prototype")  # told once, and there is no other
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)

@@ -174,6 +174,27 @@ def test_way_over_the_host() -> None:
     assert (found.kind, "carried tensors" in found.evidence) == ("host fallback", True)
 
 
+def test_constant_of_a_compiled_program_is_read_by_the_gpu() -> None:
+    """As JAX has them: what slices it gives a tensor of the GPU."""
+    slow = Program()
+    x = slow.input(noise(32, 32))
+    table = slow.input(noise(4))
+    entry = slow.op("jax::slice", lambda t: t[:1], table)
+    out = slow.op("jax::mul", np.multiply, x, entry)
+    fast = Program()
+    y = fast.op("jax::mul", np.multiply, fast.input(slow.arrays[x]), fast.input(slow.arrays[entry]))
+    found = causes(on_gpu(slow.finish(out), table), on_gpu(fast.finish(y)), None, host=(0.002, 0.001))
+    assert "host fallback" not in [found.kind, *(cause.kind for cause in found.also)]
+
+
+def test_a_region_of_views_alone_makes_no_host_wait(torch: Any) -> None:
+    from gpubloat.energy.capture import torchops
+
+    x = torch.randn(8, 8)
+    with torchops.capture(lambda x: x.t(), x) as a, torchops.capture(lambda x: x[:], x) as b:
+        assert causes(a, b, None, host=(0.002, 0.001)).kind == "unknown"
+
+
 def test_mask_that_needs_its_count(torch: Any) -> None:
     from gpubloat.energy.capture import torchops
 

@@ -124,7 +124,7 @@ def test_other_inputs_are_no_waste(case: Callable[[str], Any]) -> None:
     )  # fmt: skip
     row = run["comparisons"].iloc[0]
     assert (row["verdict"], row["reason"]) == ("trade-off", "outputs differ")
-    assert row["cause"] == "input data"
+    assert (row["cause"], row["fix"]) == ("input data", "")
     assert not row["outputs_equal"]
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from gpubloat.energy import engines
 from gpubloat.energy.engines import AS_CALLED, IN_A_GRAPH, JaxEngine, TorchEngine, Work, engine_for, sentence
 from gpubloat.energy.recording import VirtualClock
+from gpubloat.energy.replay import captured_graph
 from gpubloat.errors import GpubloatError, MissingToolError
 
 
@@ -28,10 +31,13 @@ class Gpu:
         self.n_calls = 0
         self.calls: list[str] = []
         self.may_capture = True
+        self.waits = False
+        self.mode: int | str = 0
         self.cuda = SimpleNamespace(
             synchronize=self.synchronize, device=self.device, Event=self.event, Stream=SimpleNamespace,
             stream=lambda _: contextlib.nullcontext(), current_stream=lambda: SimpleNamespace(wait_stream=self.said),
             CUDAGraph=lambda: SimpleNamespace(replay=self.replay), graph=self.graph,
+            get_sync_debug_mode=lambda: self.mode, set_sync_debug_mode=lambda mode: setattr(self, "mode", mode),
             empty_cache=lambda: self.calls.append("empty_cache"),
         )  # fmt: skip
         self.cuda.Stream = lambda: SimpleNamespace(wait_stream=self.said)
@@ -42,6 +48,8 @@ class Gpu:
     def kernel(self) -> None:
         """The workload."""
         self.n_calls += 1
+        if self.waits and self.mode == "error":
+            raise RuntimeError("called a synchronizing CUDA operation")
         if self.captured is not None:
             self.captured.append(1)
             if not self.may_capture:
@@ -147,6 +155,37 @@ def test_what_cannot_be_captured_runs_as_called_and_says_why(gpu: Gpu) -> None:
     work = engine.prepared(gpu.kernel, as_graph=True)
     assert work.how == "as called: RuntimeError: operation not permitted when stream is capturing"
     assert engine.run(work, 1.0).call_s == pytest.approx(gpu.call_s)
+
+
+def test_what_waits_for_the_gpu_is_not_even_captured(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that a library breaks off leaves the library in a state in which its next call fails."""
+    gpu.waits = True
+    monkeypatch.setattr(gpu.cuda, "graph", None)
+    work = TorchEngine(0, gpu.clock).prepared(gpu.kernel, as_graph=True)
+    assert work.how == "as called: RuntimeError: called a synchronizing CUDA operation"
+    assert gpu.mode == 0  # as it was
+
+
+def test_a_graph_keeps_the_tensors_that_it_reads(gpu: Gpu) -> None:
+    """It owns what is made in the capture, not what was there before."""
+
+    class Tensor:
+        pass
+
+    tensor = Tensor()
+    alive = weakref.ref(tensor)
+
+    def reading(tensor: Tensor) -> Callable[[], None]:
+        return lambda: gpu.kernel() if tensor is not None else None
+
+    run = captured_graph(gpu, reading(tensor))
+    del tensor
+    gc.collect()
+    assert alive() is not None
+    run()
+    del run
+    gc.collect()
+    assert alive() is None
 
 
 def test_ctrl_c_in_a_capture_goes_through(gpu: Gpu) -> None:

@@ -15,7 +15,7 @@ EXPECTED = "host fallback"  # class of the cause, or what a trap must be called
 
 
 def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:
-    n = 16 if small else 2048
+    n = 16 if small else 1024
     x = common.normal(seed, (n, n), torch.float32)
     return (x @ x.T / n,)
 

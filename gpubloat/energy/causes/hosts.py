@@ -49,7 +49,7 @@ def fallback(slow: Side, fast: Side) -> list[Finding]:
 
 def wait(a: Side, b: Side, host: tuple[float, float] | None) -> list[Finding]:
     """Operators and kernels are the same, CPU seconds are not. host : of A and of B, per call."""
-    if host is None or min(host) < 0 or abs(host[0] - host[1]) <= _GAP * max(host):
+    if host is None or not a.works or min(host) < 0 or abs(host[0] - host[1]) <= _GAP * max(host):
         return []
     more, less = (a, b) if host[0] > host[1] else (b, a)
     evidence = (
@@ -84,13 +84,16 @@ def _solvers(side: Side) -> list[Op]:
 
 
 def _on_cpu(side: Side) -> list[Op]:
-    """On CPU tensors, in a program that has tensors on the GPU. Numbers (one element) are the host's anyway."""
+    """On CPU tensors, in a program that has tensors on the GPU. Numbers (one element) are the host's anyway.
+
+    What makes a tensor of the GPU from one of the CPU, such as a constant of a compiled program, ran on the GPU.
+    """
     if not any(t.device.startswith("cuda") for t in side.capture.tensors.values()):
         return []
     found = []
     for op in side.works:
         large = [t.device for t in side.infos((*op.inputs, *op.outputs)) if prod(t.shape) > 1]
-        if large and all(device == "cpu" for device in large):
+        if large and all(device == "cpu" for device in (*large, *(t.device for t in side.infos(op.outputs)))):
             found.append(op)
     return found
 

@@ -46,7 +46,7 @@ def fix(pair: Pair, cause: Cause | None) -> Fix:
         return Fix("")
     if whole is None or not isinstance(whole.saved, Saved):
         return Fix("")
-    if cause.kind == "unknown" and not pair.outputs_equal:
+    if cause.kind in ("unknown", "input data") and not pair.outputs_equal:
         return Fix("")
     if not pair.has_time:
         return Fix("", notes=["no fix was measured: the deadline was reached"])
