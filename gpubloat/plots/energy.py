@@ -5,6 +5,7 @@ What was not measured is a word, never a bar or a mark at 0. Whiskers are 95 % i
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -269,6 +270,31 @@ def _papers(table: pd.DataFrame, place: dict[Any, int], ax: Axes) -> list[Any]:
         Line2D([], [], linestyle="", marker=marker, color="black", markerfacecolor="white", markersize=3.2, label=label)
         for name, (marker, label) in looks.items() if table[name].notna().any()
     ]  # fmt: skip
+
+
+def against_itself(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:
+    """What workloads differ from themselves by: each comparison's mean, and the 95 % interval of it.
+
+    Parameters
+    ----------
+    table : `analysis.energy.null_band`.
+    """
+    ax = plt.gca() if ax is None else ax
+    ax.axvline(0, color="black", linewidth=0.6, zorder=1)
+    for at, row in enumerate(table.to_dict("records")):
+        mean, band = 100 * float(row["mean_frac"]), 100 * float(row["band_frac"])
+        if math.isnan(mean) or math.isnan(band):
+            place = ax.get_yaxis_transform()
+            ax.text(0.01, at, NOT_MEASURED, transform=place, va="center", fontsize=6, color="dimgrey")
+            continue
+        ax.plot([mean - band, mean + band], [at, at], color=PALETTE[0], linewidth=1.4, zorder=3)
+        ax.plot([mean], [at], "o", color=PALETTE[0], markersize=4, markeredgewidth=0, zorder=4)
+    ax.set_yticks(range(len(table)), table["subject"], fontsize=SMALL)
+    reach = 100 * (np.abs(table["mean_frac"].to_numpy(float)) + table["band_frac"].to_numpy(float))
+    most = 1.1 * float(np.nanmax(reach)) if np.isfinite(reach).any() else 1.0
+    ax.set_xlim(-most, most)
+    listed(ax, len(table), "energy of A over that of A again, less 1 (%)")
+    return ax
 
 
 def loads(table: pd.DataFrame, *, ax: Axes | None = None) -> Axes:

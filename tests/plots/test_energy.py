@@ -18,7 +18,7 @@ from gpubloat.errors import GpubloatError
 from gpubloat.plots import energy as plots
 from gpubloat.plots import style
 from gpubloat.run import RunWriter, provenance
-from gpubloat.tables.energy import VERDICTS, Closure, Comparisons, Loads, Operators, Regions
+from gpubloat.tables.energy import VERDICTS, Blocks, Closure, Comparisons, Loads, Operators, Regions
 from tests.analysis.test_energy import closure, comparisons, loads, operators, samples
 from tests.plots.drawn import legend, texts, ticks
 
@@ -143,6 +143,22 @@ def test_short_names_stay_as_they_are() -> None:
     assert (len(short), short[:5], short[-6:]) == (20, "a_nam", "twenty")
 
 
+def test_comparisons_of_a_function_with_itself(ax: Any) -> None:
+    known = {"n_blocks": 3, "least_frac": -0.001, "most_frac": 0.003, "call_j": 0.1, "notes": ""}
+    table = pd.DataFrame([
+        known | {"subject": "product 0", "mean_frac": 0.001, "band_frac": 0.004},
+        {"subject": "copy 1", "n_blocks": 0, "mean_frac": NAN, "band_frac": NAN, "notes": "a block has no energy"},
+    ])  # fmt: skip
+    assert plots.against_itself(table, ax=ax) is ax
+    assert ticks(ax) == ["product 0", "copy 1"]
+    assert texts(ax) == ["not measured"]
+    line, dot = ax.lines[1:]
+    assert tuple(line.get_xdata()) == pytest.approx((-0.3, 0.5))
+    assert tuple(dot.get_xdata()) == pytest.approx((0.1,))
+    low, high = ax.get_xlim()
+    assert -low == high > 0.5
+
+
 def test_loads_by_signal(ax: Any) -> None:
     table = analysis.power_of_loads(
         loads({}, {"repeat": 1, "slope_w": 620.0}, {"load": "idle", "average_w": None, "slope_w": 112.0})
@@ -198,6 +214,7 @@ def test_nothing_to_draw_is_an_empty_figure() -> None:
         lambda ax: plots.operators(analysis.by_name(*pair), ax=ax),
         lambda ax: plots.two_systems(analysis.two_systems(*pair), ax=ax),
         lambda ax: plots.cases(analysis.cases(Comparisons.none()), ax=ax),
+        lambda ax: plots.against_itself(analysis.null_band(Blocks.none()), ax=ax),
         lambda ax: plots.loads(analysis.power_of_loads(Loads.none()), ax=ax),
         lambda ax: plots.samples(over_time, ax=ax),
         lambda ax: plots.story(story, ax=ax),

@@ -10,7 +10,7 @@ from typing import Any
 import common
 
 ID = "T6"
-EXPECTED = "to be measured"  # class of the cause, or what a trap must be called
+EXPECTED = "kernel choice"  # class of the cause, or what a trap must be called
 
 
 def inputs(seed: int, small: bool = False) -> tuple[Any, ...]:
