@@ -84,6 +84,9 @@ def gnn(table: pd.DataFrame) -> pd.DataFrame:
 
 def kvcache(table: pd.DataFrame) -> pd.DataFrame:
     notes = [f"peak memory of the GPU {size / 1e9:.2f} GB" for size in table["gpu_bytes"]]
+    if "is_lossless" in table:
+        told = ["; packed tokens come back bit by bit" if same else "; DAMAGED" for same in table["is_lossless"]]
+        notes = [note + (more if way == "packed" else "") for note, more, way in zip(notes, told, table["cache"])]
     named = table.rename(columns={"cache": "way", "token_s": "median_s", "packed_bytes": "moved_bytes"})
     return named.assign(subject="one token of a decoder", notes=notes)
 

@@ -128,8 +128,9 @@ def beside_codecs(rates: pd.DataFrame) -> pd.DataFrame:
     """Packing beside the codecs of nvCOMP, one row per matrix, items and codec; those that fetch fastest first.
 
     Columns: subject, dtype, items ("rows": each can be read alone; "whole": the matrix, in chunks of 64 KiB), codec (of
-    nvCOMP, PACKING, or PLAIN for no codec), saving_frac, decode_gb_per_s and encode_gb_per_s (in memory of the GPU),
-    fetched_gb_per_s (that arrive decoded out of host memory), is_equal, notes.
+    nvCOMP, "typed" if it was told the type of the elements, else it sees bytes; PACKING; PLAIN for no codec),
+    saving_frac, decode_gb_per_s and encode_gb_per_s (in memory of the GPU), fetched_gb_per_s (that arrive decoded out
+    of host memory), is_equal, notes.
 
     What a codec of nvCOMP fetches was not measured but is bounded from above: the slower of its decoding and of its
     packed bytes at the rate of plain ones, as if both overlapped and finding the items took nothing. Packing and plain
@@ -163,6 +164,7 @@ def beside_codecs(rates: pd.DataFrame) -> pd.DataFrame:
 def _codecs(table: pd.DataFrame) -> pd.DataFrame:
     """Rows of nvCOMP, encoding and decoding side by side: codec, items, saving_frac, decode_gb_per_s..."""
     words = table["way"].astype(str).str.extract(r"^(?P<codec>[^,]*), (?P<named>.*), (?P<what>encode|decode)$")
+    words["codec"] = words["codec"].str.replace(r" <[fu]\d$", " typed", regex=True)
     table = table.assign(**words, gb=_gb(table["raw_bytes"], table["median_s"]), items=words["named"].map(ITEMS))
     keys = [*_KEYS, "items", "codec"]
     encode, decode = (table[table["what"] == what] for what in ("encode", "decode"))

@@ -145,6 +145,7 @@ CODECS = [
     *nvcomp("ANS", "one item per row", 0.8, 20.0, 40.0, is_equal=True),  # bound by decoding
     *nvcomp("Bitcomp", "one item per row", 0.5, 30.0, 400.0),  # bound by the link
     *nvcomp("ANS", "64 KiB chunks", 0.7, 90.0, 300.0),
+    *nvcomp("ANS <f2", "64 KiB chunks", 0.9, 90.0, 300.0),  # told that elements are halves
     *nvcomp("LZ4", "64 KiB chunks", 1.1, 90.0, NO_TIME, notes="cannot"),
     *nvcomp("ANS", "64 KiB chunks", 0.7, 90.0, 300.0, subject="not packed here"),
 ]
@@ -154,8 +155,8 @@ def test_codecs_fetch_at_best_what_the_link_and_their_decoder_give() -> None:
     table = analysis.beside_codecs(rates(*codec("dense", DENSE), *CODECS)).set_index(["items", "codec"])
     assert table.loc["rows"].index.tolist() == ["Bitcomp", "packing", "no codec", "ANS"]
     assert table.loc["rows", "fetched_gb_per_s"].tolist() == pytest.approx([100, 60, 50, 40])
-    assert table.loc["whole"].index.tolist() == ["ANS", "packing", "no codec", "LZ4"]
-    assert table.loc["whole", "fetched_gb_per_s"].tolist()[:3] == pytest.approx([55 / 0.7, 70, 55])
+    assert table.loc["whole"].index.tolist() == ["ANS", "packing", "ANS typed", "no codec", "LZ4"]
+    assert table.loc["whole", "fetched_gb_per_s"].tolist()[:4] == pytest.approx([55 / 0.7, 70, 55 / 0.9, 55])
     failed = table.loc[("whole", "LZ4")]
     assert np.isnan(failed["fetched_gb_per_s"])
     assert failed["notes"] == "cannot"
