@@ -183,12 +183,12 @@ def two_systems(
 
 
 def _folded_pairs(table: pd.DataFrame, rows: int) -> pd.DataFrame:
-    """As `_folded`, of both sides. A pair of which one side was not measured has no sum of the other."""
+    """As `_folded`, of both sides. A side of which not all was measured has no sum."""
 
     def joined(others: pd.DataFrame) -> dict[str, Any]:
         row: dict[str, Any] = {f"{side}_n": int(others[f"{side}_n"].sum()) for side in "ab"}
         for side in "ab":
-            known = bool((others["kind"] == OPERATOR).all())
+            known = bool(others[f"{side}_step_j"].notna().all())
             row[f"{side}_step_j"] = float(others[f"{side}_step_j"].sum()) if known else np.nan
             row[f"{side}_error_j"] = _root_sum(others[f"{side}_error_j"]) if known else np.nan
         return row
@@ -212,7 +212,8 @@ def cases(table: pd.DataFrame, *, with_cause: bool = True, ax: Axes | None = Non
 
     Parameters
     ----------
-    table : `analysis.energy.cases`. with_cause : write the cause at the right; needs a wide figure.
+    table : `analysis.energy.cases`. with_cause : write the cause at the right, and where it is B that takes more; needs
+        a wide figure.
     """
     ax = plt.gca() if ax is None else ax
     ours = table.drop_duplicates(["subject", "case"]).reset_index(drop=True)
@@ -243,8 +244,10 @@ def cases(table: pd.DataFrame, *, with_cause: bool = True, ax: Axes | None = Non
     ax.set_xlim(max(float(np.nanmin(least)) * 1.1, -40.0), 102)
     listed(ax, len(ours), "energy saved (%)")
     if with_cause:
-        for at, cause in enumerate(ours["cause"]):
-            ax.text(1.02, at, str(cause), transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL)
+        is_b = (ours["wasteful"] == "B") & (ours["low_frac"].astype(float) > 0)
+        for at, (cause, other) in enumerate(zip(ours["cause"], is_b)):
+            told = ", ".join(filter(None, [str(cause), "B takes more" if other else ""]))
+            ax.text(1.02, at, told, transform=ax.get_yaxis_transform(), va="center", fontsize=SMALL)
     _legend_above(ax, handles, _fitting(ax, 4, 2))
     return ax
 

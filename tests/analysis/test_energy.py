@@ -269,15 +269,15 @@ def test_all_named_cases_are_published() -> None:
 def test_cases_by_verdict_beside_the_paper() -> None:
     given = comparisons(
         {"case": "T4", "verdict": "no difference", "saved_frac": 0.001, "low_frac": -0.01, "high_frac": 0.01},
-        {"case": "D11"}, {"case": "D1", "saved_frac": 0.8, "high_frac": 0.9},
+        {"case": "D3"}, {"case": "D1", "saved_frac": 0.8, "high_frac": 0.9},
         {"case": "D2", "verdict": "not measured", "saved_frac": None, "low_frac": None, "high_frac": None},
     )  # fmt: skip
     table = analysis.cases(given, published.load("magneton"))
-    assert table["case"].tolist() == ["D1", "D11", "D11", "T4", "D2"]
-    assert table["paper_case"].tolist() == ["hf-39073", "sglang-5128", "vllm-10811", "", "pytorch-141822"]
+    assert table["case"].tolist() == ["D1", "D3", "D3", "T4", "D2"]
+    assert table["paper_case"].tolist() == ["hf-39073", "hf-14450", "pytorch-153195", "", "pytorch-141822"]
     assert table.loc[3, ["paper_frac", "part_frac"]].isna().all()
     alone = analysis.cases(given)
-    assert alone["case"].tolist() == ["D1", "D11", "T4", "D2"]
+    assert alone["case"].tolist() == ["D1", "D3", "T4", "D2"]
     assert alone.columns.tolist() == table.columns.tolist()
     assert (alone["paper_case"] == "").all()
 

@@ -95,18 +95,20 @@ def unlike(number: int, **given: Any) -> dict[str, Any]:
 
 def test_cases_are_a_forest(ax: Any) -> None:
     given = comparisons(
-        {"case": "D11"}, {"case": "T4", "verdict": "no difference", "saved_frac": 0.01, "low_frac": -0.02},
+        {"case": "D3", "wasteful": "B"},
+        {"case": "T4", "verdict": "no difference", "saved_frac": 0.01, "low_frac": -0.02, "wasteful": "B"},
         unlike(1, verdict="not measured", saved_frac=None, low_frac=None, high_frac=None, band_frac=None),
     )  # fmt: skip
     plots.cases(analysis.cases(given, published.load("magneton")), ax=ax)
-    assert [label.split()[0] for label in ticks(ax)] == ["D11", "T4", "X1"]
+    assert [label.split()[0] for label in ticks(ax)] == ["D3", "T4", "X1"]
     points = [line for line in ax.lines if line.get_marker() == "o" and len(line.get_xdata()) == 1]
     assert [(p.get_xdata()[0], p.get_color()) for p in points] == [
         (50, plots.VERDICT_COLORS["waste"]), (1, plots.VERDICT_COLORS["no difference"])
     ]  # fmt: skip
     assert "not measured" in texts(ax)
     diamonds = [line.get_xdata()[0] for line in ax.lines if line.get_marker() == "D"]
-    assert diamonds == pytest.approx([2.5, 1.4])
+    assert diamonds == pytest.approx([58.8])
+    assert [text.endswith("B takes more") for text in texts(ax)[-3:]] == [True, False, False]
     assert widths(ax) == [2, 2]  # the bands of two cases, from -1 to 1 %
     assert legend(ax) == ["waste", "no difference", "5%", "A against A", "paper, end to end"]
     assert ax.get_xlim()[0] < -2
