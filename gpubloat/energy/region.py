@@ -298,7 +298,7 @@ def _error(capture: Capture, number: int, tensor: Any) -> float:
     recorded = capture.value(number)
     if recorded is None or tuple(tensor.shape) != info.shape or dtype_name(tensor.dtype) != info.dtype:
         return float("inf")
-    words = content_of(tensor)
+    words, _ = content_of(tensor)
     flat = np.ascontiguousarray(words).reshape(-1).view(np.uint8)
     value = np.broadcast_to(decoded(flat, info.dtype).reshape(words.shape), info.shape)
     if recorded.dtype.kind not in "fc":

@@ -70,6 +70,29 @@ def test_limits_hold_and_equal_contents_count_once(contents: list[int], keep: in
     assert store.value(0) is None
 
 
+def test_large_values_are_known_by_all_their_bytes() -> None:
+    """Several threads hash pieces of them."""
+    store = Store()
+    large = np.arange(3 << 20, dtype=np.int32)
+    other = large.copy()
+    other[-1] += 1
+    swapped = np.roll(large, 1 << 20)  # the same pieces in another order
+    for number, array in enumerate((large, large.copy(), other, swapped, large[:-1])):
+        assert store.put(number, array, "int32")
+    assert [store.same(0, number) for number in range(5)] == [True, True, False, False, False]
+    assert store.kept_bytes == 3 * large.nbytes + large[:-1].nbytes
+
+
+def test_bytes_that_are_kept_have_another_shape_too() -> None:
+    store = Store()
+    store.put(0, np.arange(6, dtype=np.int32), "int32")
+    assert store.put_again(1, 0, "fp32", (2, 3))
+    assert not store.put_again(2, 9, "fp32", (2, 3))
+    assert store.value(1).tobytes() == np.arange(6, dtype=np.int32).tobytes()  # type: ignore[union-attr]
+    assert store.value(2) is None
+    assert store.kept_bytes == 24
+
+
 def test_later_writes_do_not_change_what_was_put() -> None:
     store = Store()
     array = np.zeros(3)

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from gpubloat.energy.capture import Capture, capture
+from gpubloat.energy.capture import Capture, capture, torchvalues
 from gpubloat.errors import GpubloatError
 
 torch = pytest.importorskip("torch")
@@ -573,3 +573,29 @@ def test_a_failed_capture_leaves_no_file(tmp_path: Any) -> None:
     with pytest.raises(GpubloatError):
         capture(fn, keep_bytes=0, folder=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def test_views_of_the_same_bytes_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    reads = []
+    read = torchvalues.content_of
+    monkeypatch.setattr(torchvalues, "content_of", lambda tensor: reads.append(tuple(tensor.shape)) or read(tensor))
+
+    def fn(x: Any) -> Any:
+        y = x.exp()
+        rows, flat, bits = y.view(4, 6), y.view(-1), y.view(torch.int32)
+        turned = rows.t()  # in another order
+        before = flat.view(2, 12)
+        y.add_(1)
+        return rows.view(6, 4) + turned.reshape(6, 4), bits, before
+
+    x = torch.arange(24.0).view(2, 3, 4)
+    found = capture(fn, x)
+    made = {op.name.split("::")[1].split(".")[0]: found.value(op.outputs[0]) for op in found.ops}
+    exp = x.exp()
+    assert reads.count((24,)) == reads.count((4, 6)) == 0
+    assert np.array_equal(made["t"], exp.view(4, 6).t())
+    values = [found.value(op.outputs[0]) for op in found.ops if "view" in op.name]
+    assert [v.shape for v in values[:4]] == [(4, 6), (24,), (2, 3, 4), (2, 12)]
+    assert np.array_equal(values[0], exp.view(4, 6))
+    assert np.array_equal(values[2], exp.view(torch.int32))
+    assert np.array_equal(values[4], exp.view(6, 4) + 1)  # after the write

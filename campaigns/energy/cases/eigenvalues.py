@@ -1,7 +1,7 @@
 """Eigenvalues by a solver that runs on the CPU, and by one that runs on the GPU.
 
-Sources: transformers issue 34570. Where the GPU only waits, the slow side takes fewer of its joules, and host time alone
-tells; PyTorch 2.11 computes a part on the GPU, and takes more.
+Sources: transformers issue 34570. Where the GPU only waits, the slow side takes fewer of its joules, and host time
+alone tells; PyTorch 2.11 computes a part on the GPU, and takes more.
 """
 
 from __future__ import annotations

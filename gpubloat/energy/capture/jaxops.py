@@ -172,7 +172,8 @@ class _Evaluation:
             kept = self.store.refuse(f"{name} cannot be read")
         else:
             content = np.asarray(value)
-            kept = self.store.put(number, content.view(f"V{content.itemsize}"), name)
+            is_ours = isinstance(value, jax.Array)  # nobody changes one
+            kept = self.store.put(number, content.view(f"V{content.itemsize}"), name, is_ours=is_ours)
         devices = sorted(map(_device, value.devices())) if isinstance(value, jax.Array) else ["cpu"]
         self.infos[number] = TensorInfo(
             id=number,

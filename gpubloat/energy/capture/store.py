@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ Array = np.ndarray[Any, Any]
 
 KEEP_BYTES = 2 << 30
 SPILL_BYTES = 16 << 30
+_HASHED = 4 << 20  # bytes that one thread hashes at a time
+_THREADS = min(8, os.cpu_count() or 1)
 # What PyTorch and JAX call them -> our names, where these differ.
 NAMES = {
     "float64": "fp64",
@@ -58,7 +62,7 @@ class _Entry:
 class Store:
     """Bounded. keep_bytes : in memory. spill_bytes : in files of a private temporary folder below `folder`.
 
-    Equal contents (by a 128-bit BLAKE2b of the bytes) are stored once. The folder goes when the store is closed or
+    Equal contents (by a 128-bit BLAKE2b) are stored once. The folder goes when the store is closed or
     collected.
     """
 
@@ -87,17 +91,28 @@ class Store:
             store.close()
             raise
 
-    def put(self, tensor: int, content: Array, dtype: str, shape: tuple[int, ...] | None = None) -> bool:
+    def put(
+        self, tensor: int, content: Array, dtype: str, shape: tuple[int, ...] | None = None, is_ours: bool = False
+    ) -> bool:
         """Keep a value; whether it could be.
 
-        content : elements as NumPy has them, or as unsigned integers of their size; it is copied.
-        dtype : one that `holds` knows. shape : of the value, where `content` has length 1 in expanded axes.
+        content : elements as NumPy has them, or as unsigned integers of their size; copied, unless nobody else changes
+        it (`is_ours`). dtype : one that `holds` knows. shape : of the value, where `content` has length 1 in expanded
+        axes.
         """
         flat = np.ascontiguousarray(content).reshape(-1).view(np.uint8)
-        key = hashlib.blake2b(flat.data, digest_size=16).digest()
-        if key not in self._blobs and not self._add(key, flat):
+        key = _key(flat)
+        if key not in self._blobs and not self._add(key, flat, is_ours):
             return False
         self._entries[tensor] = _Entry(key, dtype, content.shape if shape is None else shape, content.shape)
+        return True
+
+    def put_again(self, tensor: int, other: int, dtype: str, shape: tuple[int, ...]) -> bool:
+        """Keep a value whose bytes are those of another, in the same order; whether that was kept."""
+        entry = self._entries.get(other)
+        if entry is None:
+            return False
+        self._entries[tensor] = _Entry(entry.key, dtype, shape, shape)
         return True
 
     def notes(self) -> list[str]:
@@ -138,9 +153,9 @@ class Store:
             self._remove()
             self._spill = self._remove = None
 
-    def _add(self, key: bytes, flat: Array) -> bool:
+    def _add(self, key: bytes, flat: Array, is_ours: bool) -> bool:
         if self.kept_bytes + flat.nbytes <= self.keep_bytes:
-            self._blobs[key] = flat.copy()
+            self._blobs[key] = flat if is_ours else flat.copy()
             self.kept_bytes += flat.nbytes
             return True
         if self.spilled_bytes + flat.nbytes > self.spill_bytes:
@@ -162,6 +177,19 @@ class Store:
         """Count a value that is not kept, for `notes`."""
         self.refused[reason] = self.refused.get(reason, 0) + 1
         return False
+
+
+def _key(flat: Array) -> bytes:
+    """What bytes are known by. Of many, pieces are hashed in threads, which hashlib lets run side by side."""
+    if flat.nbytes <= _HASHED:
+        return _digest(flat)
+    with ThreadPoolExecutor(_THREADS) as pool:
+        pieces = pool.map(_digest, (flat[at : at + _HASHED] for at in range(0, flat.nbytes, _HASHED)))
+        return _digest(np.frombuffer(flat.nbytes.to_bytes(8, "little") + b"".join(pieces), np.uint8))
+
+
+def _digest(flat: Array) -> bytes:
+    return hashlib.blake2b(flat.data, digest_size=16).digest()
 
 
 def holds(dtype: str) -> bool:

@@ -98,6 +98,7 @@ class Values:
         self._memories: dict[int, _Memory] = {}
         self._objects: Any = import_module("torch.utils.weak").WeakTensorKeyDictionary()
         self._windows: dict[tuple[Any, ...], _Seen] = {}
+        self._runs: dict[tuple[int, int, int], _Seen] = {}  # memory, first byte, bytes: of contiguous tensors
 
     def find(self, tensor: Any) -> tuple[int, bool]:
         """The id of a tensor's value, and whether it was known. One that was not is kept."""
@@ -134,7 +135,7 @@ class Values:
             storage=memory.number if memory else -1 - number,
             offset=int(tensor.storage_offset()) if memory else 0,
             n_bytes=tensor.numel() * tensor.element_size(),
-            is_kept=self._keep(number, tensor),
+            is_kept=self._keep(number, tensor, seen),
         )
         return number
 
@@ -178,9 +179,23 @@ class Values:
             tensor.is_conj(), tensor.is_neg(),
         )  # fmt: skip
 
-    def _keep(self, number: int, tensor: Any) -> bool:
+    def _shown_before(self, tensor: Any, seen: _Seen) -> int | None:
+        """The value whose bytes a contiguous tensor shows again: they need not be read and hashed once more."""
+        memory = self._memory(tensor)
+        if memory is None or not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
+            return None
+        run = (memory.number, *_extent(tensor))
+        before = self._runs.get(run)
+        self._runs[run] = seen
+        return None if before is None or self._written_since(tensor, before) is not None else before.id
+
+    def _keep(self, number: int, tensor: Any, seen: _Seen) -> bool:
         torch = self.torch
         dtype = dtype_name(tensor.dtype)
+        shape = tuple(int(n) for n in tensor.shape)
+        before = self._shown_before(tensor, seen)
+        if before is not None and holds(dtype) and self.store.put_again(number, before, dtype, shape):
+            return True
         if tensor.layout != torch.strided:
             return self.store.refuse(f"{str(tensor.layout).removeprefix('torch.')} layout")
         if tensor.device.type == "meta" or tensor.is_quantized or not holds(dtype):
@@ -189,14 +204,14 @@ class Values:
             return self.store.refuse("inside the capture of a CUDA graph")
         try:
             with self.no_modes():
-                words = content_of(tensor)
+                words, is_ours = content_of(tensor)
         except (RuntimeError, TypeError) as error:  # no memory left on the device, or a tensor that has none
             return self.store.refuse(f"reading failed: {str(error).strip().splitlines()[0]}")
-        return self.store.put(number, words, dtype, tuple(int(n) for n in tensor.shape))
+        return self.store.put(number, words, dtype, shape, is_ours)
 
 
-def content_of(tensor: Any) -> Array:
-    """The elements of a strided tensor as words of their size; expanded axes have length 1."""
+def content_of(tensor: Any) -> tuple[Array, bool]:
+    """The elements of a strided tensor as words of their size; expanded axes have length 1. Whether they are a copy."""
     torch = torch_module()
     with torch.no_grad():
         plain = tensor.detach()
@@ -206,9 +221,10 @@ def content_of(tensor: Any) -> Array:
         stored = tuple(plain.shape)
         plain = plain.resolve_conj().resolve_neg().contiguous()
         # Not by `reshape`: the stride of an axis of length 1 may be anything, and `view` minds it.
-        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).cpu().numpy()
-    words: Array = flat.view(f"V{tensor.element_size()}").reshape(stored)
-    return words
+        flat = plain.as_strided((plain.numel(),), (1,)).view(torch.uint8).cpu()
+        is_copy = flat.untyped_storage()._cdata != tensor.untyped_storage()._cdata
+    words: Array = flat.numpy().view(f"V{tensor.element_size()}").reshape(stored)
+    return words, is_copy
 
 
 def _extent(tensor: Any) -> tuple[int, int]:
