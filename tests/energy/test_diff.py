@@ -413,3 +413,27 @@ def test_a_power_of_zero_confirms_no_counter(torch: Any) -> None:
     row = compared(rig, a, b, torch.ones(64))["comparisons"].iloc[0]
     assert row["verdict"] == "not measured"
     assert "no power signal answers" in row["reason"]
+
+
+def test_layers_that_run_the_same_are_measured_once(torch: Any) -> None:
+    """One of them stands for all, and together they outweigh a region that alone takes more than each."""
+
+    def slow(x: Any) -> Any:
+        for _ in range(3):
+            x = torch.tanh(x.clone() @ x)
+        return torch.relu(x.reshape(-1).clone())
+
+    def fast(x: Any) -> Any:
+        for _ in range(3):
+            x = torch.tanh(x @ x)
+        return torch.relu(x.reshape(-1))
+
+    rig = Charged()
+    run = compared(rig, costing(rig, slow, 3e-3, 500.0), costing(rig, fast, 2e-3, 500.0), torch.randn(32, 32))
+    copies = run["regions"][~run["regions"]["is_same"]]
+    assert copies["a_operators"].tolist() == ["aten::clone.default"] * 4
+    assert copies["notes"].str.contains("3 regions run the same").tolist() == [True] * 3 + [False]
+    assert copies["a_call_j"].nunique() == 2
+    assert copies["a_call_j"].iloc[:3].nunique() == 1
+    assert (run["blocks"]["subject"] == "region of A alone").sum() == 2
+    assert copies["a_line"].str.contains("test_diff.py").all()

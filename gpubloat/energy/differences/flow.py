@@ -20,7 +20,7 @@ from gpubloat.energy.causes import Cause, causes
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.fix import fix
 from gpubloat.energy.differences.pair import Pair
-from gpubloat.energy.differences.regions import Found, by_time, measured_region, parted, slow_side, weight
+from gpubloat.energy.differences.regions import Found, alike, measured_group, parted, slow_side, weight
 from gpubloat.energy.differences.rows import comparison_row, region_row
 from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.match.regions import match
@@ -72,8 +72,8 @@ def diff(
 ) -> Run:
     """Compare ``a(*args)`` with ``b(*args)``.
 
-    Takes 34 s for the whole functions, as much for A against itself, for each region that differs (those with most
-    difference in time first, until the deadline) and for the fix.
+    Takes 34 s for the whole functions, as much for A against itself, for each region that differs (of those that run
+    the same, as layers do, for one; most difference in time first, until the deadline) and for the fix.
 
     Parameters
     ----------
@@ -178,7 +178,7 @@ def _all(
     if pair.said.verdict == WASTE and isinstance(whole.saved, Saved) and only[whole.saved.wasteful]:
         pair.said = Verdict(TRADE_OFF, f"{whole.saved.wasteful} returns more: the other may have computed less")
     differing = [region for region in pair.matching.regions if not region.is_same]
-    found = [measured_region(pair, region, len(differing) == 1) for region in by_time(pair, differing)]
+    found = [one for group in alike(pair, differing) for one in measured_group(pair, group, len(differing) == 1)]
     cause = _cause(pair, found)
     with failure_named("measured with its fix"):
         fixed = fix(pair, cause)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import defaultdict
+from dataclasses import dataclass, replace
 
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.causes import Cause, causes
+from gpubloat.energy.causes.sides import Side, key
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.engines import Work, of_replay
@@ -25,7 +27,10 @@ class Alone:
 
 @dataclass(frozen=True)
 class Found:
-    """Of one region that differs. comparison, alone : None if it was not measured so. note : why neither is there."""
+    """Of one region that differs. comparison, alone : None if it was not measured so. note : why neither is there.
+
+    n_same : regions that run the same, this one with them.
+    """
 
     region: Region
     comparison: Comparison | None
@@ -33,24 +38,40 @@ class Found:
     said: Verdict
     cause: Cause
     note: str
+    n_same: int = 1
 
 
-def by_time(pair: Pair, regions: list[Region]) -> list[Region]:
-    """Those with most difference in time first; without times, those with most operators."""
+def alike(pair: Pair, regions: list[Region]) -> list[list[Region]]:
+    """Regions that run the same on both sides, as the layers of a model do, together.
 
-    def key(region: Region) -> tuple[float, int]:
-        return _apart_s(pair, region), len(region.a_ops) + len(region.b_ops)
+    Those with most difference in time first, summed up; without times, those with most operators.
+    """
+    groups: dict[object, list[Region]] = defaultdict(list)
+    for region in regions:
+        groups[_signature(pair, region)].append(region)
 
-    return sorted(regions, key=key, reverse=True)
+    def size(group: list[Region]) -> tuple[float, int]:
+        n_ops = sum(len(region.a_ops) + len(region.b_ops) for region in group)
+        return abs(sum(_apart_s(pair, region) for region in group)), n_ops
+
+    return sorted(groups.values(), key=size, reverse=True)
+
+
+def _signature(pair: Pair, region: Region) -> object:
+    ops = [
+        tuple(key(Side(letter, capture, (), None), capture.ops[i]) for i in numbers)
+        for letter, capture, numbers in zip("AB", pair.captures, (region.a_ops, region.b_ops))
+    ]
+    return region.is_preparation, *ops
 
 
 def _apart_s(pair: Pair, region: Region) -> float:
     times = [region_s(pair, side, region) for side in (0, 1)]
-    return abs(times[0] - times[1]) if times[0] is not None and times[1] is not None else 0.0
+    return times[0] - times[1] if times[0] is not None and times[1] is not None else 0.0
 
 
 def weight(pair: Pair, found: Found) -> tuple[bool, bool, float, float]:
-    """How much of the difference a region has, for `sorted`: energy where it was measured, else time.
+    """How much of the difference a region has, with all that run the same, for `sorted`: energy if measured, else time.
 
     A region in which the better side takes more explains nothing, however much it is. Where only times are known, a
     layout that another side's copy has made comes behind the copy.
@@ -63,7 +84,8 @@ def weight(pair: Pair, found: Found) -> tuple[bool, bool, float, float]:
         apart_j = _excess(pair, found.comparison.a.call_j, found.comparison.b.call_j)
     times = [region_s(pair, side, found.region) or 0.0 for side in (0, 1)]
     is_known = found.cause.kind != "unknown"
-    return is_known, bool(apart_j) or found.cause.kind != "layout", apart_j, _excess(pair, *times)
+    is_first = bool(apart_j) or found.cause.kind != "layout"
+    return is_known, is_first, found.n_same * apart_j, found.n_same * _excess(pair, *times)
 
 
 def _excess(pair: Pair, a: float, b: float) -> float:
@@ -98,11 +120,21 @@ def region_s(pair: Pair, side: int, region: Region) -> float | None:
     return None if timing is None else sum(timing.op_us.get(op, 0.0) for op in ops) / 1e6
 
 
-def measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
-    """Measure a region, and find out why its sides differ.
+def measured_group(pair: Pair, group: list[Region], is_only: bool) -> list[Found]:
+    """Measure the first of regions that run the same, and find out why its sides differ: what is found is of all.
 
     is_only : no other region differs. If it has all work, it is the whole, which was measured.
     """
+    first = replace(_measured_region(pair, group[0], is_only), n_same=len(group))
+    if len(group) == 1:
+        return [first]
+    # Lines are those of each region: layers may be written out.
+    cause = replace(first.cause, a_line=None, b_line=None)
+    note = "; ".join(filter(None, [first.note, f"{len(group)} regions run the same, and the first stands for them"]))
+    return [replace(first, note=note), *(replace(first, region=one, cause=cause, note=note) for one in group[1:])]
+
+
+def _measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
     comparison, alone, note = pair.whole, None, ""
     said = pair.said
     if not (is_only and _is_all(pair, region)):
