@@ -128,10 +128,18 @@ def measured_group(pair: Pair, group: list[Region], is_only: bool) -> list[Found
     first = replace(_measured_region(pair, group[0], is_only), n_same=len(group))
     if len(group) == 1:
         return [first]
-    # Lines are those of each region: layers may be written out.
-    cause = replace(first.cause, a_line=None, b_line=None)
     note = "; ".join(filter(None, [first.note, f"{len(group)} regions run the same, and the first stands for them"]))
-    return [replace(first, note=note), *(replace(first, region=one, cause=cause, note=note) for one in group[1:])]
+    found = [replace(first, note=note)]
+    for other in group[1:]:
+        is_loop = _lines(pair, other) == _lines(pair, group[0])  # else layers are written out, each on its own lines
+        cause = first.cause if is_loop else replace(first.cause, a_line=None, b_line=None)
+        found.append(replace(first, region=other, cause=cause, note=note))
+    return found
+
+
+def _lines(pair: Pair, region: Region) -> list[object]:
+    sides = zip(pair.captures, (region.a_ops, region.b_ops))
+    return [capture.ops[i].lines[:1] for capture, ops in sides for i in ops]
 
 
 def _measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
