@@ -59,17 +59,17 @@ class Measured:
 def groups(capture: Capture, timing: Timing | None) -> list[Group]:
     """Identical operators together, those with most time first; without times, those with most bytes.
 
-    Identical are name, arguments, shapes, strides, types and devices. Values are not looked at: those of the first are
-    taken for all, and power can depend on them.
+    Values are not looked at: those of the first are taken for all, and power can depend on them.
     """
     found: dict[Any, list[Op]] = {}
     for op in capture.ops:
-        found.setdefault(_key(op, capture), []).append(op)
+        found.setdefault(identity(op, capture), []).append(op)
     made = [_group(ops, timing) for ops in found.values()]
     return sorted(made, key=lambda group: (-(group.step_us or 0.0), -_bytes(group, capture)))
 
 
-def _key(op: Op, capture: Capture) -> Any:
+def identity(op: Op, capture: Capture) -> Any:
+    """Equal for identical operators: of one name, with arguments, shapes, strides, types and devices that are equal."""
     infos = [capture.tensors[number] for number in (*op.inputs, *op.outputs)]
     shapes = tuple((info.shape, info.strides, info.dtype, info.device) for info in infos)
     order = {number: n for n, number in enumerate(dict.fromkeys(op.inputs))}  # the same tensor twice is something else

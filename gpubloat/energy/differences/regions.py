@@ -7,11 +7,11 @@ from dataclasses import dataclass, replace
 
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.causes import Cause, causes
-from gpubloat.energy.causes.sides import Side, key
 from gpubloat.energy.compare import Comparison
 from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.engines import Work, of_replay
 from gpubloat.energy.match.regions import Region
+from gpubloat.energy.operators import identity
 from gpubloat.energy.replay import Refused, replayable
 from gpubloat.energy.statistics import TRADE_OFF, UNKNOWN, WASTE, Saved, Verdict, verdict
 from gpubloat.errors import DeviceError, sentence
@@ -58,11 +58,8 @@ def alike(pair: Pair, regions: list[Region]) -> list[list[Region]]:
 
 
 def _signature(pair: Pair, region: Region) -> object:
-    ops = [
-        tuple(key(Side(letter, capture, (), None), capture.ops[i]) for i in numbers)
-        for letter, capture, numbers in zip("AB", pair.captures, (region.a_ops, region.b_ops))
-    ]
-    return region.is_preparation, *ops
+    sides = zip(pair.captures, (region.a_ops, region.b_ops))
+    return region.is_preparation, *(tuple(identity(capture.ops[i], capture) for i in ops) for capture, ops in sides)
 
 
 def _apart_s(pair: Pair, region: Region) -> float:
