@@ -12,7 +12,7 @@ import numpy as np
 from gpubloat.energy.host import HostEnergy, cpu_seconds
 from gpubloat.energy.meter import Meter, NoDevice, NotMeasured, Samples, open_meter
 from gpubloat.energy.sampler import Clock, WallClock, sampled
-from gpubloat.energy.slope import Tick, disagreement, is_steady, mean_w, next_tick
+from gpubloat.energy.slope import MOST_DISAGREEMENT, Tick, disagreement, is_steady, mean_w, next_tick
 
 SHARE = 0.005  # of the time, in calls of the counter while the window is open
 EVERY_S = 0.5  # readings while it is open: at most one in this time
@@ -169,11 +169,14 @@ class Window:
         """Why the joules are not believed: the load was steady and the card's own power says something else."""
         samples = self._sampling.samples()
         start_s = self._start_s + SETTLED_S
-        late = samples.between(start_s, end_s)
-        if not is_steady(late) or not is_steady(samples.between(self._start_s + RISE_S, end_s)):
+        late, risen = samples.between(start_s, end_s), samples.between(self._start_s + RISE_S, end_s)
+        if not is_steady(late) or not is_steady(risen):
             return None
         powers = [mean_w(late, name, start_s, end_s) for name in ("instant_w", "average_w")]
-        return disagreement(power_w, *powers)[1]
+        worst, reason = disagreement(power_w, *powers)
+        # What was drawn before the first reading nobody saw: it may explain as much of the difference.
+        unseen_frac = (risen.t_s[0] - self._start_s) / (end_s - self._start_s)
+        return reason if worst is not None and worst > MOST_DISAGREEMENT + unseen_frac else None
 
     def __repr__(self) -> str:
         if self.energy_j is None or self.seconds is None or self.mean_w is None:

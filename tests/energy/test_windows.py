@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from gpubloat import energy
@@ -53,6 +53,7 @@ class Bench:
     call_s=st.floats(0.0001, 0.008),
     before_s=st.floats(0, 1),
 )
+@example([(100.0, 0.375), (194.0, 2.0), (205.0, 2.0)], 0.0, 0.0625, 1 / 512, 0.0)  # a start that no reading saw
 def test_the_energy_drawn_is_within_the_error(
     work: list[tuple[float, float]], phase_s: float, period_s: float, call_s: float, before_s: float
 ) -> None:
