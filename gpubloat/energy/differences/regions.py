@@ -126,9 +126,9 @@ def measured_group(pair: Pair, group: list[Region], is_only: bool) -> list[Found
     if len(group) == 1:
         return [first]
     note = "; ".join(filter(None, [first.note, f"{len(group)} regions run the same, and the first stands for them"]))
-    found = [replace(first, note=note)]
+    found, lines = [replace(first, note=note)], _lines(pair, group[0])
     for other in group[1:]:
-        is_loop = _lines(pair, other) == _lines(pair, group[0])  # else layers are written out, each on its own lines
+        is_loop = _lines(pair, other) == lines  # else layers are written out, each on its own lines
         cause = first.cause if is_loop else replace(first.cause, a_line=None, b_line=None)
         found.append(replace(first, region=other, cause=cause, note=note))
     return found
