@@ -11,10 +11,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpubloat.energy.capture.records import Capture, TensorInfo
+from gpubloat.energy.capture.records import UNCOMPILED, Capture, TensorInfo
 from gpubloat.energy.causes import Cause, causes, names
 from gpubloat.energy.causes.formats import axes_order
 from gpubloat.energy.causes.sides import in_bytes
+from gpubloat.energy.timing import Kernel
 
 from . import causes_cases as cases
 from .captures import Program
@@ -467,6 +468,52 @@ def test_same_product_by_another_kernel() -> None:
     assert found.kind == "kernel choice"
     assert "90 us" in found.evidence
     assert found.switch is None or "tf32" not in found.switch.name  # not of bf16
+
+
+FUSED = "triton_poi_fused_add_tanh_0"
+
+
+@pytest.mark.parametrize(
+    ("kernels", "compiled", "kind", "told"),
+    [
+        pytest.param(
+            {0: [("align1_gemm", 90.0)], 1: [("vectorized_add", 4.0)], 2: [("vectorized_tanh", 4.0)]},
+            [(cases.BF16_GEMM, 30.0), (FUSED, 5.0)],
+            "kernel choice", f"aten::mm.default with align1_gemm (90 us); B has 1 others instead (30 us), the longest "
+            f"{names.short(cases.BF16_GEMM)}", id="library",
+        ),
+        pytest.param(
+            {0: [(cases.BF16_GEMM, 30.0)], 1: [("vectorized_add", 40.0)], 2: [("vectorized_tanh", 44.0)]},
+            [(cases.BF16_GEMM, 30.0), (FUSED, 45.0)],
+            "unfused chain", f"2 operators of A (84 us) ran kernels that B has not, most time aten::tanh.default with "
+            f"vectorized_tanh (44 us); B has 1 fused ones instead (45 us), the longest {FUSED} (45 us)", id="fusion",
+        ),
+        pytest.param(
+            {0: [(cases.BF16_GEMM, 30.0)], 1: [("vectorized_add", 4.0)], 2: [("vectorized_tanh", 4.0)]},
+            [(cases.BF16_GEMM, 20.0)],
+            "unfused chain", "B has 0 fused ones instead (0 us)", id="nothing-instead",
+        ),
+    ],
+)  # fmt: skip
+def test_compiled_code_is_told_by_its_kernels(kernels: Any, compiled: Any, kind: str, told: str) -> None:
+    """Same operators on both sides; of the compiled one, no kernel belongs to an operator."""
+    captures = []
+    for _ in range(2):
+        program = Program(dtype="bf16")
+        x = program.input(noise(16, 16))
+        y = program.op("aten::mm.default", np.matmul, x, x)
+        z = program.op("aten::add.Tensor", np.add, y, x)
+        captures.append(program.finish(program.op("aten::tanh.default", np.tanh, z)))
+    captures[1].notes.append(UNCOMPILED)
+    slow = cases.timing(captures[0], kernels)
+    own = tuple(Kernel(name, us, "kernel", None, "", None, 0) for name, us in compiled)
+    fast = replace(cases.timing(captures[1], {}), kernels=own, op_us={})
+    found = causes(*captures, None, slow, fast)
+    assert found.kind == kind
+    assert told in found.evidence
+    assert "as B does" in found.remedy
+    assert all("no kernel" not in cause.evidence for cause in (found, *found.also))
+    assert causes(captures[1], captures[0], None, fast, slow).kind == kind
 
 
 def test_inputs_that_were_not_kept_are_not_judged() -> None:

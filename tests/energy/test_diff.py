@@ -141,6 +141,17 @@ def test_functions_that_compute_something_else_get_no_advice(torch: Any) -> None
     assert "make the outputs equal first" in row["remedy"]
 
 
+def test_a_number_has_no_partner_and_is_not_where_functions_part(torch: Any) -> None:
+    def with_check(activation: Any) -> Any:
+        return lambda x: activation(x @ x) if x.isfinite().all().item() else x
+
+    x = torch.randn(32, 32)
+    row = diff(with_check(torch.relu), with_check(torch.sigmoid), x, times_only=True, seconds=0.02)["comparisons"].iloc[
+        0
+    ]
+    assert row["evidence"].startswith("the functions do not compute the same, from aten::relu.default of A (")
+
+
 def test_a_copy_comes_before_the_layout_that_it_makes(torch: Any) -> None:
     x, w = torch.randn(300, 200), torch.randn(300, 200)
     row = diff(

@@ -90,6 +90,10 @@ class Call:
     written: Mapping[int, int] = field(default_factory=dict)
 
 
+# A note of a capture.
+UNCOMPILED = "a function of torch.compile was captured uncompiled: no operator is dispatched in compiled code"
+
+
 class Capture:
     """One pass over a function. Use as a context manager or call `close`: spilled values are files.
 
@@ -121,6 +125,11 @@ class Capture:
         self.store = store
         self.notes = list(notes)
         self.calls = tuple(calls)
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether code of torch.compile runs in place of these operators, or of some."""
+        return UNCOMPILED in self.notes
 
     def value(self, tensor: int) -> np.ndarray[Any, Any] | None:
         """The value as it was then, read-only; bf16 and fp8 as fp32. None if it was not kept."""

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gpubloat.energy.capture import lines
-from gpubloat.energy.capture.records import Call, Capture, Line, Op, Ref
+from gpubloat.energy.capture.records import UNCOMPILED, Call, Capture, Line, Op, Ref
 from gpubloat.energy.capture.store import KEEP_BYTES, SPILL_BYTES, Store
 from gpubloat.energy.capture.torchmodules import modules_watched
 from gpubloat.energy.capture.torchvalues import Values, dtype_name, tensors_in
@@ -213,9 +213,7 @@ class _Recorder:
         """The user's lines and the module of the operator that runs; those of its forward in a backward pass."""
         stack = lines.here(_OUTERMOST)
         if stack.is_compiled:
-            self.notes[
-                "a function of torch.compile was captured uncompiled: no operator is dispatched in compiled code"
-            ] = None
+            self.notes[UNCOMPILED] = None
         module = modules()
         node = self.torch._C._current_autograd_node()
         if node is None or (stack.lines and not stack.is_backward):

@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 from gpubloat.energy.capture.records import Capture
-from gpubloat.energy.causes import chains, copies, formats, hosts, kernels, precision, rows, same
+from gpubloat.energy.causes import chains, compiled, copies, formats, hosts, kernels, precision, rows, same
 from gpubloat.energy.causes.findings import Cause, Finding
 from gpubloat.energy.causes.sides import Side, leftover, lines, named
 from gpubloat.energy.match.regions import Region
 from gpubloat.energy.timing import Timing
 
 _RULES = (
-    hosts.fallback, copies.found, rows.found, precision.found, chains.found, formats.found, kernels.found,
+    hosts.fallback, copies.found, rows.found, precision.found, chains.found, formats.found, compiled.found,
+    kernels.found,
 )  # fmt: skip
 _OTHER_SIDE = 0.3  # what is left of the confidence if the excess is on the side that is not the slow one
 

@@ -92,9 +92,9 @@ def _excess(pair: Pair, a: float, b: float) -> float:
 
 
 def parted(pair: Pair) -> Cause:
-    """Where functions begin to compute something else: the first operators without equal partners."""
+    """Where functions begin to compute something else: the first operators whose results have no equal partners."""
     firsts = [
-        next((capture.ops[i] for i in sorted(rest) if not capture.ops[i].is_view), None)
+        next((capture.ops[i] for i in sorted(rest) if capture.ops[i].outputs and not capture.ops[i].is_view), None)
         for capture, rest in zip(pair.captures, (pair.matching.a_rest, pair.matching.b_rest))
     ]
     told = [
