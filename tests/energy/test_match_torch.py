@@ -100,3 +100,24 @@ def test_a_wrong_scale_is_not_equal() -> None:
     assert not found.outputs_equal
     assert len(found.a_rest) == len(a.ops)
     assert len(found.b_rest) == len(b.ops)
+
+
+def test_norms_of_values_that_differ_in_the_last_bits_are_the_same_operators() -> None:
+    """Inside, fp32 of bf16 that differs is not equal; a cast equals what it was made from and is not its partner."""
+    torch.manual_seed(0)
+    w, x = (torch.randn(64, 64, dtype=torch.bfloat16) for _ in range(2))
+
+    def norm(h: Any) -> Any:
+        wide = h.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+        return torch.ones(64, dtype=torch.bfloat16) * wide.to(torch.bfloat16)
+
+    a, b, found = matched(
+        lambda x: norm(x + (x.float() @ w.float()).to(torch.bfloat16)),
+        lambda x: norm(x + x[:, :32] @ w[:32] + x[:, 32:] @ w[32:]),
+        x,
+    )
+    assert found.outputs_equal
+    assert {name for one, other in different(a, b, found) for name in (*one, *other)} == {
+        "_to_copy.default", "mm.default", "add.Tensor",
+    }  # fmt: skip

@@ -113,12 +113,14 @@ def _anchored(flows: tuple[Graph, Graph], found: Found) -> tuple[tuple[tuple[int
     makers = [_makers(flow, twins) for flow, twins in zip(flows, found.twins)]
     weights: dict[tuple[int, int], int] = {}
     for x, y in found.pairs:
-        is_same_shape = flows[0].capture.tensors[x].shape == flows[1].capture.tensors[y].shape
+        one, other = (flow.capture.tensors[value] for flow, value in zip(flows, (x, y)))
+        # Of many chains with as many anchors, the one whose ends are most alike: a cast equals what it was made from.
+        weight = 8 + (one.shape == other.shape) + (one.dtype == other.dtype)
         for i in makers[0][x]:
             for j in makers[1][y]:
                 if i in place[0] and j in place[1]:
                     at = place[0][i], place[1][j]
-                    weights[at] = max(weights.get(at, 0), 4 + is_same_shape)
+                    weights[at] = max(weights.get(at, 0), weight)
     chosen = chain((i, j, weight) for (i, j), weight in weights.items())
     order = [list(p) for p in place]
     anchors = tuple((order[0][i], order[1][j]) for i, j in chosen)
