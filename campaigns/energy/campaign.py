@@ -4,7 +4,7 @@
                                         [--cases gelu,tf32] [--deadline S] [--null-repeats 20] [--band FRAC]
 
 probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 50 to 180 s each; gpt2
-by operator 150 s; pairs 100 to 200 s each; overhead 170 s, most of it the capture of 32 sequences. Runs are written to
+by operator 150 s; pairs up to 350 s each; overhead 170 s, most of it the capture of 32 sequences. Runs are written to
 DIR as they end; called again with the same DIR, null and pairs go on where they stopped. Cases of JAX run in programs
 of their own. What fails is told in DIR/failed.json and does not stop the rest.
 """
@@ -12,6 +12,7 @@ of their own. What fails is told in DIR/failed.json and does not stop the rest.
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import statistics
@@ -223,26 +224,28 @@ def name_case(folder: Path, name: str, case: str) -> None:
 def gpt2(campaign: Campaign) -> None:
     for name, attention in (("gpt2", "sdpa"), ("gpt2-eager", "eager")):
         run = energy.measure(
-            models.gpt2(attention), meter=campaign.meter, subject=name, deadline_s=min(150.0, campaign.left_s()),
-            out=campaign.folder(name), force=True, command=f"campaign {name}",
+            models.gpt2(attention), models.prompts(0), meter=campaign.meter, subject=name, out=campaign.folder(name),
+            deadline_s=min(150.0, campaign.left_s()), force=True, command=f"campaign {name}",
         )  # fmt: skip
         print(run["closure"].to_string(), flush=True)
         torch.cuda.empty_cache()
 
 
 def pairs(campaign: Campaign) -> None:
-    for subject, make in models.PAIRS.items():
+    for subject, pair in models.PAIRS.items():
         folder = campaign.folder("pair-" + subject.replace(" ", "-"))
         if (folder / "run.json").exists():
             continue
         if campaign.left_s() < 90:
             break
 
-        def act(subject: str = subject, make: Callable[[], models.Pair] = make, folder: Path = folder) -> None:
-            a, b = make()
+        def act(subject: str = subject, pair: models.Pair = pair, folder: Path = folder) -> None:
+            a, b = pair.make()
+            again = (pair.given(1),)
             run = energy.diff(
-                a, b, meter=campaign.meter, band=null_band_of(campaign), subject=subject, names=("A", "B"),
-                deadline_s=min(200.0, campaign.left_s()), out=folder, force=True, command="campaign pairs",
+                a, b, pair.given(0), again=(again, again), tolerance=pair.tolerance, meter=campaign.meter,
+                band=null_band_of(campaign), subject=subject, names=("A", "B"),
+                deadline_s=min(300.0, campaign.left_s()), out=folder, force=True, command="campaign pairs",
             )  # fmt: skip
             told(run)
 
@@ -251,7 +254,7 @@ def pairs(campaign: Campaign) -> None:
 
 def overhead(campaign: Campaign) -> None:
     """Time of a step of GPT-2 of over 20 ms alone, inside an open window, and in the passes of a measurement."""
-    step, rows = models.gpt2("eager", batch=32), []
+    step, rows = functools.partial(models.gpt2("eager"), models.prompts(0, batch=32)), []
 
     def seconds(n: int = 40) -> float:
         torch.cuda.synchronize()

@@ -3,22 +3,21 @@
 python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,largest,...] [--workloads NAME,...]
                                       [--loading lazy,eager] [--repeat N] [--pairs B-on-A,...] [--deadline SECONDS]
 
-Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with estimates for one H200 and
-16 cores. They start from an earlier campaign (MobileNetV2 with 3 rounds 4 minutes, prune 2, overhead 5); the other
-workloads and steps were not timed on one:
+Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with times on one H200 and 16
+cores; those of `largest`, `union` and of two GPUs are estimates:
 
-trace      traced between two runs as they are, debloated: 1.5 minutes a workload, JAX and vLLM 2.5
-whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch, 8 of JAX, 6 of
-           Llama, 10 of vLLM, 8 on two GPUs
+trace      traced between two runs as they are, debloated: 1 minute a workload, JAX and vLLM 2.5
+whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch; lazily alone 4.5
+           of Llama, 7 of vLLM, 9 of JAX (35 s a run, most of it XLA compiling), 8 on two GPUs
 largest    verified with the 8 largest libraries replaced and no others: as whole without its first 1.5 minutes
 transfer   workload B under the guard on the copies made for A: half a minute a pair
 union      copies from all traces in DIR, verified with the first of the workloads: 4 minutes
-image      bytes of the folder of packages with each set of copies in DIR: 40 seconds each, and once without
+image      bytes of the folder of packages with each set of copies in DIR: 35 seconds each, 50 without any
 guard      a mode that was not traced: 2 minutes
 prune      the CUDA stack for one target, and three workloads on it: 2 minutes
 overhead   400 steps under each collector: 5 minutes
 
-With 5 rounds all of it is about 2.5 hours, so ask for a few workloads at a time. DIR keeps traces and copies from
+With 5 rounds all of it is over two hours, so ask for a few workloads at a time. DIR keeps traces and copies from
 call to call: nothing is traced twice, and transfer, union and image take what is there. Each workload leaves its runs
 in OUT as soon as it is done, without paths of the machine. One that fails says so and the next one goes on. After the
 deadline nothing is started, and a verification takes as few rounds as fit before it. What Table 8 needs is in the
