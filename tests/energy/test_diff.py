@@ -152,6 +152,23 @@ def test_a_number_has_no_partner_and_is_not_where_functions_part(torch: Any) -> 
     assert row["evidence"].startswith("the functions do not compute the same, from aten::relu.default of A (")
 
 
+@pytest.mark.parametrize("is_right", [True, False])
+def test_what_compiled_code_returns_is_compared(torch: Any, is_right: bool) -> None:
+    """Captured uncompiled, both sides are the same program; what the compiler made of one may not be."""
+
+    def fn(x: Any) -> Any:
+        return torch.relu(x @ x)
+
+    def backend(graph: Any, _: Any) -> Any:
+        return graph.forward if is_right else lambda *given: tuple(1.5 * made for made in graph.forward(*given))
+
+    compiled, x = torch.compile(fn, backend=backend), torch.randn(32, 32)
+    row = diff(fn, compiled, x, times_only=True, seconds=0.02)["comparisons"].iloc[0]
+    assert row["outputs_equal"] == is_right
+    assert ("B compiled does not return what it returns uncompiled" in row["notes"]) != is_right
+    assert row["output_error"] == pytest.approx(0.0 if is_right else 1 / 3, abs=1e-6)
+
+
 def test_a_copy_comes_before_the_layout_that_it_makes(torch: Any) -> None:
     x, w = torch.randn(300, 200), torch.randn(300, 200)
     row = diff(

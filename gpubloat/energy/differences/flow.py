@@ -129,6 +129,11 @@ def diff(
         ]
         if again is None:
             pair.notes.append("tensors were matched on one input only")
+        pair.notes += [
+            f"{'AB'[side]} compiled does not return what it returns uncompiled"
+            for side, found in pair.compiled_outputs.items()
+            if not found.are_equal
+        ]
         with RunWriter("energy", TABLES, out, force) as writer:
             row, regions, comparison = _all(pair, band, names, subject or " | ".join(names), case)
             record = provenance(command, METHOD, [])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -11,11 +12,15 @@ import numpy as np
 
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.blocks import Block
-from gpubloat.energy.capture import Capture
+from gpubloat.energy.capture import Capture, capture
+from gpubloat.energy.capture.torchops import randomness_restored
+from gpubloat.energy.capture.torchvalues import tensors_in
 from gpubloat.energy.compare import Comparison, compare, null
 from gpubloat.energy.engines import Engine, Work
+from gpubloat.energy.match.outputs import Outputs, outputs
 from gpubloat.energy.match.regions import Matching
 from gpubloat.energy.match.repeats import once
+from gpubloat.energy.match.values import Values
 from gpubloat.energy.meter import Meter, NotMeasured
 from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.statistics import UNKNOWN, Verdict
@@ -53,10 +58,34 @@ class Pair:
     @cached_property
     def outputs_equal(self) -> bool | None:
         """None where outputs are equal but hold no number, so that nothing can be told by them."""
-        if not self.matching.outputs_equal:
+        if not self.matching.outputs_equal or not all(found.are_equal for found in self.compiled_outputs.values()):
             return False
         values = (self.captures[0].value(tensor) for tensor in self.captures[0].outputs)
         return any(value is None or bool(np.isfinite(once(value)).any()) for value in values) or None
+
+    @cached_property
+    def compiled_outputs(self) -> dict[int, Outputs]:
+        """Side -> what it returned as it was captured, beside what its compiled code returns; of compiled sides only.
+
+        A function that changes what it is given is left out: called once more, it returns something else anyhow.
+        """
+        found = {}
+        for side, own in enumerate(self.captures):
+            if own.is_compiled and not self.changes_inputs(side):
+                with randomness_restored():
+                    returned = list(tensors_in(self.fns[side]()))
+                with capture(lambda *given: given, *returned) as real:
+                    found[side] = outputs(Values(own), Values(real), self.tolerance)
+        return found
+
+    @property
+    def output_errors(self) -> list[float]:
+        """Relative errors of all outputs that could be compared."""
+        pairs = [
+            *self.matching.outputs.pairs,
+            *(one for found in self.compiled_outputs.values() for one in found.pairs),
+        ]
+        return [one.error for one in pairs if not math.isnan(one.error)]
 
     @property
     def compare_s(self) -> float:
@@ -80,9 +109,9 @@ class Pair:
 
     def changes_inputs(self, side: int) -> bool:
         """Whether a function writes to what it is given: each call finds what the one before left."""
-        capture = self.captures[side]
-        written = {capture.tensors[tensor].storage for op in capture.ops for tensor in op.writes}
-        return bool(written & {capture.tensors[tensor].storage for tensor in capture.inputs})
+        own = self.captures[side]
+        written = {own.tensors[tensor].storage for op in own.ops for tensor in op.writes}
+        return bool(written & {own.tensors[tensor].storage for tensor in own.inputs})
 
     def compare(self, a: Callable[[], Any] | Work, b: Callable[[], Any] | Work, subject: str) -> Comparison:
         """As everything in this pair is compared; its blocks are kept."""

@@ -62,7 +62,7 @@ def _named(names: list[str]) -> str:
 
 def comparison_row(pair: Pair, whole: Comparison, cause: Cause | None, names: tuple[str, str]) -> dict[str, Any]:
     """Of table comparisons, but for the fix and the notes."""
-    errors = [one.error for one in pair.matching.outputs.pairs if one.error == one.error]
+    errors = pair.output_errors
     row: dict[str, Any] = {"framework": pair.captures[0].framework, "a": names[0], "b": names[1]}
     row |= {"verdict": pair.said.verdict, "reason": pair.said.reason} | _share(whole) | _told(cause)
     row |= {"time_ratio": whole.time_ratio if whole.time_ratio > 0 else None}
