@@ -37,6 +37,11 @@ def audit_library() -> Path:
     return build.library("audit", AUDIT_SOURCES)
 
 
+def is_injection(path: str) -> bool:
+    """Whether a library that a command loaded is the compiled CUPTI injection, no part of the command."""
+    return Path(path).name.startswith("cupti-") and Path(path).parent == build.cache().resolve()
+
+
 def audited(given: Mapping[str, str], **variables: str) -> dict[str, str]:
     """`given` with the audit library in front of others, and our variables; those that are not named are removed."""
     env = {name: value for name, value in given.items() if name not in OURS}

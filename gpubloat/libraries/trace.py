@@ -144,7 +144,7 @@ def _collect(
     """Turn the record into tables; what run.json says about them."""
     started = time.monotonic()
     found = record.read(folder)
-    found.libraries = _one_each(record.with_text_paths(found))
+    found.libraries = _one_each(w for w in record.with_text_paths(found) if not attach.is_injection(w.path))
     logs = cuptilog.read_all(folder)
     gpus = [target] if target else evidence.gpus(logs)
     names = library_names([w.path for w in found.libraries])
@@ -188,7 +188,7 @@ def _collect(
     }
 
 
-def _one_each(libraries: Sequence[Watched]) -> list[Watched]:
+def _one_each(libraries: Iterable[Watched]) -> list[Watched]:
     """Each path once. Where several files were loaded under one path, what was used of which no longer tells much."""
     found: dict[str, Watched] = {}
     for watched in libraries:

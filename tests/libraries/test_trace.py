@@ -266,6 +266,16 @@ def test_two_libraries_of_one_name(sample: Path, built: Path, tmp_path: Path) ->
     assert "unused" not in functions(run, sample)
 
 
+def test_the_injected_collector_is_no_library_of_the_command(sample: Path, built: Path) -> None:
+    injected = build.cache() / f"cupti-{os.getpid()}.so"
+    shutil.copy(built, injected)
+    try:
+        run = trace(python("ctypes.CDLL(sys.argv[2]).unused(1)", sample, injected))
+    finally:
+        injected.unlink()
+    assert {NAME} == {name for name in run["loaded"]["library"] if "sample" in name or "cupti" in name}
+
+
 def test_a_static_program_has_no_record(tmp_path: Path) -> None:
     (tmp_path / "a.c").write_text("int main(void) { return 4; }")
     if os.system(f"cc -static -o {tmp_path / 'a'} {tmp_path / 'a.c'} 2>/dev/null"):
