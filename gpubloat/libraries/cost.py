@@ -29,8 +29,9 @@ METHOD = {
     "wall_s": "monotonic clock from fork to the exit of the command",
     "peak_rss_bytes": "ru_maxrss of the command and of every descendant, the largest; floor: 10 MB of the launcher",
     "peak_gpu_bytes": (
-        f"NVML: used memory of the visible GPUs minus the level before, read every {INTERVAL_S * 1e3:.0f} ms; "
-        "what is taken and freed between two looks is missed"
+        "NVML: memory of the command's processes on the visible GPUs; where it does not list them, used memory of "
+        f"these GPUs minus the level before; read every {INTERVAL_S * 1e3:.0f} ms, what is taken and freed between two "
+        "looks is missed"
     ),
 }
 
@@ -40,7 +41,8 @@ class Cost(NamedTuple):
 
     `exit_status` is negative for the signal that ended it. `peak_rss_bytes` is the largest resident set of any single
     process; `peak_tree_bytes` the largest sum over the processes, sampled, in which pages that processes share count
-    for each (None where /proc does not tell). `peak_gpu_bytes` is None without NVML or without a visible GPU.
+    for each (None where /proc does not tell). `peak_gpu_bytes` is None without NVML or without a visible GPU,
+    and of the command's own processes where NVML lists them: others may use the same GPU.
     `files_sha256` has one digest a file, in order, `MISSING` for one that the command did not write.
     """
 

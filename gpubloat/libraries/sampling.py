@@ -6,7 +6,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,17 +17,38 @@ SETTLE_S = 1.0  # the driver frees the memory of an earlier process a little aft
 
 @dataclass
 class Peaks:
-    """Largest values seen so far, in bytes: of one process, of the sum over the tree, of the GPUs. None: not seen."""
+    """Largest values seen so far, in bytes: of one process, of the sum over the tree, of the GPUs. None: not seen.
+
+    own_gpu : of what NVML says the processes hold themselves.
+    """
 
     process: int = 0
     tree: int | None = None
-    gpu: int | None = None
+    all_gpu: int | None = None
+    own_gpu: int | None = None
+
+    @property
+    def gpu(self) -> int | None:
+        """What the processes hold, where NVML lists them: a GPU may be shared. Else what the GPUs hold."""
+        return self.all_gpu if self.own_gpu is None else self.own_gpu
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """above : bytes in use on the visible GPUs, above the level before. of : what NVML says these processes hold there.
+
+    None where nothing can be read: no NVML, no GPU, a GPU that does not tell, or none of the processes is listed, as
+    from inside a container.
+    """
+
+    above: Callable[[], int | None] = lambda: None
+    of: Callable[[Collection[int]], int | None] = lambda _: None
 
 
 @contextlib.contextmanager
-def sampled(root: int, used: Callable[[], int | None]) -> Iterator[Peaks]:
-    """Look every 20 ms at the descendants of process `root` and at `used` while the block runs."""
-    peaks = Peaks(tree=0 if os.path.exists(f"/proc/{root}/task/{root}/children") else None, gpu=used())
+def sampled(root: int, used: GpuMemory) -> Iterator[Peaks]:
+    """Look every 20 ms at the descendants of process `root` and at the GPUs while the block runs."""
+    peaks = Peaks(tree=0 if os.path.exists(f"/proc/{root}/task/{root}/children") else None, all_gpu=used.above())
     stop = threading.Event()
     thread = threading.Thread(target=_look, args=(root, used, peaks, stop), name="gpubloat-peaks", daemon=True)
     thread.start()
@@ -38,19 +59,24 @@ def sampled(root: int, used: Callable[[], int | None]) -> Iterator[Peaks]:
         thread.join()
 
 
-def _look(root: int, used: Callable[[], int | None], peaks: Peaks, stop: threading.Event) -> None:
+def _look(root: int, used: GpuMemory, peaks: Peaks, stop: threading.Event) -> None:
     due = 0.0
+    pids: list[int] = []
     while not stop.wait(INTERVAL_S):
-        level = used()
-        if level is not None:
-            peaks.gpu = max(peaks.gpu or 0, level)
+        peaks.all_gpu = _greater(peaks.all_gpu, used.above())
         start = time.monotonic()
         if peaks.tree is not None and start >= due:
-            sizes = [_resident(pid) for pid in _descendants(root)]
+            pids = _descendants(root)
+            sizes = [_resident(pid) for pid in pids]
             peaks.process = max(peaks.process, *sizes, 0)
             peaks.tree = max(peaks.tree, sum(sizes))
             # Hundreds of threads take milliseconds to list: look less often then.
             due = time.monotonic() + (time.monotonic() - start) / SHARE
+        peaks.own_gpu = _greater(peaks.own_gpu, used.of(pids))
+
+
+def _greater(peak: int | None, level: int | None) -> int | None:
+    return level if peak is None else peak if level is None else max(peak, level)
 
 
 def _descendants(root: int) -> list[int]:
@@ -76,20 +102,17 @@ def _resident(pid: int) -> int:
 
 
 @contextlib.contextmanager
-def gpu_memory(env: Mapping[str, str]) -> Iterator[Callable[[], int | None]]:
-    """Give a function for the bytes in use on the GPUs that `env` shows, above the level at the start of the block.
-
-    The function gives None where nothing can be read: no NVML, no GPU, or a GPU that does not tell.
-    """
+def gpu_memory(env: Mapping[str, str]) -> Iterator[GpuMemory]:
+    """What is in use on the GPUs that `env` shows, while the block runs; its start is the level before."""
     try:
         import pynvml
     except ImportError:
-        yield lambda: None
+        yield GpuMemory()
         return
     try:
         pynvml.nvmlInit()
     except pynvml.NVMLError:
-        yield lambda: None
+        yield GpuMemory()
         return
     try:
         try:
@@ -109,7 +132,15 @@ def gpu_memory(env: Mapping[str, str]) -> Iterator[Callable[[], int | None]]:
             now = total()
             return None if now is None or level is None else max(now - level, 0)
 
-        yield above
+        def of(pids: Collection[int]) -> int | None:
+            try:
+                listed = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h) if p.pid in pids]
+            except pynvml.NVMLError:
+                return None
+            held = [p.usedGpuMemory for p in listed]  # None on Windows, and of processes that may not be looked at
+            return sum(map(int, held)) if held and None not in held else None
+
+        yield GpuMemory(above, of)
     finally:
         with contextlib.suppress(pynvml.NVMLError):
             pynvml.nvmlShutdown()

@@ -283,6 +283,14 @@ class Nvml(types.ModuleType):
         except ValueError:
             raise self.NVMLError from None
 
+    def nvmlDeviceGetComputeRunningProcesses(self, handle: int) -> list[types.SimpleNamespace]:
+        """Lines of a file: process, bytes (or - where NVML does not tell)."""
+        path = self.folder / f"held{handle}"
+        words = [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+        return [
+            types.SimpleNamespace(pid=int(pid), usedGpuMemory=None if held == "-" else int(held)) for pid, held in words
+        ]
+
 
 @pytest.fixture
 def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nvml:
@@ -336,6 +344,21 @@ def test_memory_that_others_free_is_not_negative(nvml: Nvml) -> None:
 def test_a_gpu_that_stops_telling_keeps_what_was_seen(nvml: Nvml) -> None:
     assert cost.run(gpu_program("0=1600", "0="), cwd=nvml.folder).peak_gpu_bytes == 600
     assert cost.run(gpu_program("1=1600"), cwd=nvml.folder).peak_gpu_bytes is None
+
+
+@pytest.mark.parametrize(
+    ("lines", "peak"),
+    [
+        pytest.param('"$$ 300\n1 7000\n"', 300, id="own"),
+        pytest.param('"1 7000\n"', 900, id="only-others-are-listed"),
+        pytest.param('"$$ -\n"', 900, id="it-does-not-tell"),
+        pytest.param('"$$ 300\n" >>held1; printf "$$ 40\n"', 340, id="two-gpus"),
+    ],
+)
+def test_what_the_command_holds_itself_counts_where_it_is_listed(nvml: Nvml, lines: str, peak: int) -> None:
+    """Another process takes 600 of the 900 meanwhile."""
+    command = ["sh", "-c", f"printf {lines} >>held0; printf 1900 >new; mv new gpu0; sleep 0.3"]
+    assert cost.run(command, cwd=nvml.folder).peak_gpu_bytes == peak
 
 
 def test_nvml_that_does_not_start(nvml: Nvml) -> None:
