@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import shutil
-import statistics
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -139,7 +138,7 @@ class Campaign:
 
     def verified(self, workload: str, folder: Path, name: str) -> Run:
         """Originals against copies in all loading modes, in as many of the asked rounds as there is time for."""
-        # The run before tracing can have been the first of a machine, with caches to fill: it says nothing of others.
+        # Of the runs around tracing, the second: the first of a machine may have caches to fill.
         slowest = max(
             self.traced(workload, is_eager=mode == "eager").provenance["plain_s"][-1] for mode in self.loadings
         )
@@ -159,7 +158,7 @@ class Campaign:
         return run
 
     def usual_s(self, workload: str) -> float:
-        return statistics.median(self.traced(workload).provenance["plain_s"])
+        return min(self.traced(workload).provenance["plain_s"])  # the first of a machine may have caches to fill
 
 
 def steady(found: cost.Cost) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -171,7 +172,7 @@ def runtime(verdicts: Tables) -> pd.DataFrame:
     `verdicts` are tables `verdicts`. Columns: workload, loading, n_repeats, verdict; for peak_rss and peak_gpu:
     _bytes, _bytes_after, _reduction_bytes, _reduction_frac; for wall: _s, _s_after, _reduction_s, _reduction_frac,
     _spread_s, _spread_s_after (largest minus smallest), and is_wall_beyond_spread: the difference is larger than both
-    spreads together, so no run of the one was as fast as any run of the other.
+    spreads together, so no run of the one was as fast as any run of the other; empty after one round, which has none.
     """
     tables = [table.assign(workload=workload) for workload, table in verdicts.items() if len(table)]
     columns = ["workload", "loading", "n_repeats", "verdict"]
@@ -188,7 +189,8 @@ def runtime(verdicts: Tables) -> pd.DataFrame:
         table[f"{name}_reduction_{unit}"] = less.astype("Int64" if unit == "bytes" else float)
         table[f"{name}_reduction_frac"] = _share(less, before)
     spread = table["wall_spread_s"] + table["wall_spread_s_after"]
-    table["is_wall_beyond_spread"] = table["wall_reduction_s"].abs() > spread
+    is_beyond = (table["wall_reduction_s"].abs() > spread).astype("boolean")
+    table["is_wall_beyond_spread"] = is_beyond.where(table["n_repeats"] > 1)
     return table[columns]
 
 
@@ -220,6 +222,21 @@ def before_after(repeats: Tables) -> pd.DataFrame:
         found["order"] = found["variant"] != "original"
         tables.append(found.sort_values(["loading", "order"]).assign(workload=workload))
     return pd.concat(tables, ignore_index=True)[columns] if tables else pd.DataFrame(columns=columns)
+
+
+def image(sizes: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """Bytes of a whole folder of packages with each set of copies in it. One row per set; the first is without.
+
+    `sizes`: `sizes` in the provenance of a run "image". Columns: copies, n_files, n_replaced, and for logical,
+    allocated, tar and zstd (of the tar): _bytes and _reduction_frac, against the first row.
+    """
+    table = pd.DataFrame(sizes)
+    result = table[["copies", "n_files", "n_replaced"]].copy()
+    for name in ("logical", "allocated", "tar", "zstd"):
+        after = table[f"{name}_bytes"]
+        result[f"{name}_bytes"] = after
+        result[f"{name}_reduction_frac"] = 1 - after / after.iloc[0]
+    return result
 
 
 def costs(times: pd.DataFrame) -> pd.DataFrame:

@@ -35,6 +35,7 @@ QUANTITIES = {
 }
 VARIANTS = {"original": (GREY, HATCHES[0]), "debloated": (PALETTE[0], HATCHES[0])}
 BAR = 0.38
+LINES = [color for color in PALETTE if color != "#F0E442"]  # yellow is lost on white
 
 
 def violins(table: pd.DataFrame, *, by: str = "part", ax: Axes | None = None) -> Axes:
@@ -63,7 +64,7 @@ def violins(table: pd.DataFrame, *, by: str = "part", ax: Axes | None = None) ->
         if len(values):
             middle = float(np.median(values))
             ax.plot([at - 0.22, at + 0.22], [middle, middle], color="black", linewidth=1.2)
-            ax.text(at + 0.4, middle, f"{middle:.0f}", va="center", fontsize=7)
+            ax.text(at + 0.4, middle, f"{middle:.3g}", va="center", fontsize=7)
     counts = [int(table.loc[table[by] == name, "reduction_frac"].notna().sum()) for name in names]
     if by == "part":
         ax.set_xticks(range(len(names)), [f"{PARTS[name][0]}\n({n})" for name, n in zip(names, counts, strict=True)])
@@ -84,12 +85,14 @@ def savings_curves(curves: pd.DataFrame, *, ax: Axes | None = None, level: float
     """
     ax = plt.gca() if ax is None else ax
     styles = ("-", "--", "-.", ":")
-    for i, (workload, curve) in enumerate(curves.groupby("workload", sort=False)):
+    groups = curves.groupby("workload", sort=False)
+    for i, (workload, curve) in enumerate(groups):
         share = curve["cumulative_frac"].to_numpy(float)
         enough = curve.loc[share >= level - 1e-12, "rank"]
         note = f" ({int(enough.iloc[0])} of {len(curve)})" if len(enough) else ""
-        color, line = PALETTE[i % len(PALETTE)], styles[i % len(styles)]
-        ax.plot(curve["rank"], share * 100, color=color, linestyle=line, linewidth=1.2, label=f"{workload}{note}")
+        color, line = LINES[i % len(LINES)], styles[i % len(styles)]
+        width = 1.2 + 0.2 * (len(groups) - 1 - i)  # the first are the widest: they show where others cover them
+        ax.plot(curve["rank"], share * 100, color=color, linestyle=line, linewidth=width, label=f"{workload}{note}")
     ax.axhline(level * 100, color=GREY, linewidth=0.8, zorder=0)
     longest = max(int(curves["rank"].max()) if len(curves) else 1, 2)
     ax.set_xscale("log")
@@ -102,7 +105,8 @@ def savings_curves(curves: pd.DataFrame, *, ax: Axes | None = None, level: float
     ax.set_ylabel("share of the saved bytes (%)")
     if len(curves):
         title = f"libraries for {level:.0%}"
-        ax.legend(loc="upper left", bbox_to_anchor=(1, 1), title=title, title_fontsize=7, alignment="left")
+        place: Any = {"loc": "upper left", "bbox_to_anchor": (1, 1), "alignment": "left"}
+        ax.legend(**place, title=title, title_fontsize=7, handlelength=3)
     return ax
 
 
@@ -171,6 +175,8 @@ def transfer_heatmap(
 def before_after_bars(table: pd.DataFrame, quantity: str, *, ax: Axes | None = None) -> Axes:
     """Tables 5 and 7 as bars: median of the originals and of the copies; lines from the smallest to the largest round.
 
+    One round each says nothing about time, so there "one round" stands for the change.
+
     Parameters
     ----------
     table : `analysis.debloat.before_after`; one pair of bars per workload and loading mode.
@@ -197,12 +203,17 @@ def before_after_bars(table: pd.DataFrame, quantity: str, *, ax: Axes | None = N
             )
             ends[variant] = (mid, high)
         if len(ends) == 2 and ends["original"][0] > 0:
-            change = ends["debloated"][0] / ends["original"][0] - 1
+            is_once = min(int(rows.loc[(*group, variant), "n_repeats"]) for variant in VARIANTS) < 2
+            text = (
+                "one round"
+                if is_once and quantity == "wall"
+                else _percent(ends["debloated"][0] / ends["original"][0] - 1)
+            )
             at = max(ends["debloated"])
-            ax.text(at + top * 0.03, y + BAR / 2, _percent(change), va="center", fontsize=6.5)
+            ax.text(at + top * 0.03, y + BAR / 2, text, va="center", fontsize=6.5)
     ax.set_yticks(range(len(groups)), [workload if is_one_mode else f"{workload}, {mode}" for workload, mode in groups])
     ax.set_ylim(max(len(groups), 1) - 0.4, -0.6)
-    ax.set_xlim(0, top * 1.2)
+    ax.set_xlim(0, top * 1.25)
     ax.set_xlabel(label)
     ax.tick_params(axis="y", length=0)
     if groups:
@@ -227,9 +238,11 @@ def saturation_curve(
     at = curve["n_workloads"].to_numpy()
     ax.fill_between(at, low, high, color=color, alpha=0.2, linewidth=0)
     ax.plot(at, mean, color=color, marker="o", markersize=3, linewidth=1.2, label=label)
-    ax.set_xticks(at)
-    ax.set_ylim(bottom=0)
+    longest = max(len(np.asarray(line.get_xdata())) for line in ax.lines)
+    ax.set_xticks(range(1, longest + 1))
     ax.margins(y=0.08)
+    ax.autoscale(axis="y")  # off since the curve before
+    ax.set_ylim(bottom=0)
     ax.set_xlabel("workloads traced")
     ax.set_ylabel(f"{of} used by any{' (MB)' if in_bytes else ''}")
     ax.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}" if max([0.0, *high]) >= 10 else f"{value:g}")

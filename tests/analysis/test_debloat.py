@@ -181,6 +181,21 @@ def test_tables_5_and_7_by_hand() -> None:
     # 4 s are more than both spreads (1.5 s), 1 s is not.
     assert answer["is_wall_beyond_spread"].tolist() == [True, False]
     assert answer["workload"].tolist() == ["w", "w"]
+    once = analysis.runtime({"w": verdicts({"n_repeats": 1, "wall_spread_s": 0.0, "wall_spread_s_after": 0.0})})
+    assert once["is_wall_beyond_spread"].isna().all()
+
+
+def test_an_image_is_compared_with_itself_without_copies() -> None:
+    bare = {
+        "copies": "", "n_files": 9, "n_replaced": 0, "logical_bytes": 1000, "allocated_bytes": 1200, "tar_bytes": 1100,
+        "zstd_bytes": 400, "wall_s": 1.0,
+    }  # fmt: skip
+    answer = analysis.image([bare, bare | {"copies": "w", "n_replaced": 2, "allocated_bytes": 900, "zstd_bytes": 100}])
+    assert answer["copies"].tolist() == ["", "w"]
+    fractions = ["logical_reduction_frac", "allocated_reduction_frac", "tar_reduction_frac", "zstd_reduction_frac"]
+    assert answer.loc[0, fractions].tolist() == [0, 0, 0, 0]
+    assert answer.loc[1, fractions].tolist() == [0, pytest.approx(0.25), 0, pytest.approx(0.75)]
+    assert answer.loc[1, ["n_files", "n_replaced", "zstd_bytes"]].tolist() == [9, 2, 100]
 
 
 def test_spread_over_the_rounds() -> None:

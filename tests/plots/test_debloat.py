@@ -68,6 +68,7 @@ def test_savings_curves_say_how_few_libraries_give_most(ax) -> None:
     plots.savings_curves(curves, ax=ax)
     assert [t.get_text() for t in ax.get_legend().get_texts()] == ["x (2 of 3)", "y (1 of 3)"]
     np.testing.assert_allclose(ax.lines[1].get_ydata(), [95, 100, 100])
+    assert ax.lines[0].get_linewidth() > ax.lines[1].get_linewidth()
     assert ticks(ax, "x") == ["1", "2"]
 
 
@@ -122,6 +123,7 @@ def test_transfer_heatmap_leaves_pairs_that_were_not_run_empty(ax) -> None:
 def before_after(**columns: list[float]) -> pd.DataFrame:
     n = len(next(iter(columns.values())))
     base = {"workload": ["w"] * n, "loading": ["eager"] * n, "variant": ["original", "debloated"] * (n // 2)}
+    base["n_repeats"] = [3] * n
     return pd.DataFrame(base | columns)
 
 
@@ -133,6 +135,16 @@ def test_before_and_after_with_the_spread(ax) -> None:
     assert texts(ax) == ["−75%"]  # noqa: RUF001
     assert ticks(ax) == ["w"]
     assert "GB" in ax.get_xlabel()
+
+
+def test_one_round_has_memory_but_no_change_of_time(ax) -> None:
+    parts = {f"{name}_bytes": [4e9, 1e9] for name in ("peak_rss", "peak_rss_min", "peak_rss_max")}
+    table = before_after(wall_s=[10, 5], wall_min_s=[10, 5], wall_max_s=[10, 5], n_repeats=[1, 1], **parts)
+    plots.before_after_bars(table, "wall", ax=ax)
+    assert texts(ax) == ["one round"]
+    figure, other = plt.subplots()
+    assert texts(plots.before_after_bars(table, "peak_rss", ax=other)) == ["−75%"]  # noqa: RUF001
+    plt.close(figure)
 
 
 def test_two_loading_modes_are_named_and_unknown_memory_is_left_out(ax) -> None:
@@ -156,6 +168,11 @@ def test_saturation_curves_share_an_axes(ax) -> None:
     np.testing.assert_allclose(ax.lines[0].get_ydata(), [2.5, 4])
     assert ax.lines[0].get_color() != ax.lines[1].get_color()
     assert ax.get_ylim()[0] == 0
+    # A later, higher curve fits, and a shorter one leaves the ticks.
+    plots.saturation_curve(curve.assign(n_union_max=9), of="functions", label="high", ax=ax)
+    plots.saturation_curve(curve.head(1), of="functions", label="short", ax=ax)
+    assert ax.get_ylim()[1] > 9
+    assert ticks(ax, "x") == ["1", "2"]
     figure, other = plt.subplots()
     plots.saturation_curve(curve, of="code", in_bytes=True, ax=other)
     np.testing.assert_allclose(other.lines[0].get_ydata(), [6, 10])
