@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
-CASES = HERE / "cases"
+CASES, SYSTEMS = HERE / "cases", HERE / "systems"
 sys.path[:0] = [str(HERE), str(CASES)]
 
 import models  # noqa: E402
@@ -201,12 +201,16 @@ def told(run: Any) -> None:
 
 
 def one_of_jax(campaign: Campaign, name: str) -> None:
-    """In a program of its own: JAX and PyTorch would share neither memory nor CUPTI."""
     file, out = CASES / f"{name}.py", campaign.folder(f"case-{name}")
-    command = [sys.executable, "-m", "gpubloat", "energy", "diff", f"{file}:slow", f"{file}:fast", "--out", str(out)]
-    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    subprocess.run([*command, "--force"], env=environment, check=True, timeout=min(400.0, campaign.left_s()))
+    in_a_program(campaign, f"{file}:slow", f"{file}:fast", out)
     name_case(out, name, case_id(file))
+
+
+def in_a_program(campaign: Campaign, a: str, b: str, out: Path, *options: str) -> None:
+    """`gpubloat energy diff`: JAX, where this program has PyTorch's memory and CUPTI already, would find neither."""
+    command = [sys.executable, "-m", "gpubloat", "energy", "diff", a, b, "--out", str(out), "--force", *options]
+    environment = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    subprocess.run(command, env=environment, check=True, timeout=max(1.0, min(400.0, campaign.left_s())))
 
 
 def name_case(folder: Path, name: str, case: str) -> None:
@@ -250,6 +254,17 @@ def pairs(campaign: Campaign) -> None:
             told(run)
 
         campaign.attempt(subject, act)
+    for subject, (one, other) in models.FRAMEWORKS.items():
+        out = campaign.folder("pair-" + subject.replace(" ", "-"))
+
+        def frameworks(subject: str = subject, one: str = one, other: str = other, out: Path = out) -> None:
+            tolerance = ("--tolerance", str(models.OF_TWELVE_LAYERS), "--deadline", "150")
+            in_a_program(campaign, f"{SYSTEMS / one}:step", f"{SYSTEMS / other}:step", out, *tolerance)
+            name_case(out, subject, "")
+            told(Run.load(out))
+
+        if not (out / "run.json").exists() and campaign.left_s() > 90:
+            campaign.attempt(subject, frameworks)
 
 
 def overhead(campaign: Campaign) -> None:

@@ -6,7 +6,7 @@ import gc
 import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -75,11 +75,12 @@ class Engine(Protocol):
     def release(self) -> None: ...
 
 
-def engine_for(framework: str, device: str) -> Engine:
-    """framework : "torch" or "jax". device : as a capture names it, "cpu" or "cuda:0"."""
-    if framework == "jax":
+def engine_for(device: str, *frameworks: str) -> Engine:
+    """device : as a capture names it, "cpu" or "cuda:0". frameworks : "torch", "jax" or both, of what will run."""
+    if {*frameworks} == {"jax"}:
         return JaxEngine()
-    return TorchEngine(int(device.partition(":")[2] or 0) if device.startswith("cuda") else None)
+    index = int(device.partition(":")[2] or 0) if device.startswith("cuda") else None
+    return BothEngine(index) if "jax" in frameworks else TorchEngine(index)
 
 
 def of_replay(replay: Replay) -> Work:
@@ -133,17 +134,7 @@ class TorchEngine:
     def run(self, work: Work, seconds: float) -> Ran:
         with self._device():
             self._finish()
-            waiting: Any = None
-            cpu_s, start_s = cpu_seconds(), self.clock.now()
-            n_calls = 0
-            while not n_calls or self.clock.now() < start_s + seconds:
-                work.run()
-                n_calls += work.calls
-                before, waiting = waiting, self._mark()
-                if before is not None:
-                    before.synchronize()
-            self._finish()
-            return Ran(n_calls, start_s, self.clock.now(), cpu_seconds() - cpu_s)
+            return _repeated_for(seconds, work, self.clock, lambda _: self._mark(), _waited_for, self._finish)
 
     def idle(self, seconds: float) -> None:
         self._finish()
@@ -184,31 +175,33 @@ class JaxEngine:
         except ImportError:
             raise MissingToolError("JAX", "pip install jax") from None
         self.clock: Clock = clock or WallClock()
-        self._result: Any = None
+        self.wait: Callable[[Any], Any] = self._jax.block_until_ready
 
-    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:
-        """About 20 ms of calls, at most 1,000."""
+    def prepared(
+        self,
+        fn: Callable[[], Any],
+        as_graph: bool,
+        around: Around = nullcontext,
+        finish: Callable[[], None] = lambda: None,
+    ) -> Work:
+        """About 20 ms of calls, at most 1,000. finish : waits for what JAX does not know of."""
+        result: Any = None
 
-        def called() -> Any:
-            self._result = fn()
+        def called() -> None:
+            nonlocal result
+            result = fn()
+
+        def finished() -> None:
+            self.wait(result)
+            finish()
 
         with around():
-            calls = _calls(called, self._finish, self.clock)
-        self._result = None
+            calls = _calls(called, finished, self.clock)
         how = f"{AS_CALLED}: JAX captures no graph here" if as_graph else AS_CALLED
         return Work(repeated(fn, calls, around), calls, how)
 
     def run(self, work: Work, seconds: float) -> Ran:
-        waiting: Any = None
-        cpu_s, start_s = cpu_seconds(), self.clock.now()
-        n_calls = 0
-        while not n_calls or self.clock.now() < start_s + seconds:
-            before, waiting = waiting, work.run()
-            n_calls += work.calls
-            if before is not None:
-                self._jax.block_until_ready(before)
-        self._jax.block_until_ready(waiting)
-        return Ran(n_calls, start_s, self.clock.now(), cpu_seconds() - cpu_s)
+        return _repeated_for(seconds, work, self.clock, lambda made: made, self.wait)
 
     def idle(self, seconds: float) -> None:
         self.clock.sleep(seconds)
@@ -216,8 +209,58 @@ class JaxEngine:
     def release(self) -> None:
         gc.collect()
 
-    def _finish(self) -> None:
-        self._jax.block_until_ready(self._result)
+
+class BothEngine(TorchEngine):
+    """For functions of PyTorch and of JAX in one process: all run as called, and what either leaves is waited for.
+
+    JAX hands work to the GPU from threads of its own: only its results tell that all of it was done.
+    """
+
+    def __init__(self, index: int | None, clock: Clock | None = None) -> None:
+        super().__init__(index, clock)
+        self._of_jax = JaxEngine(self.clock)
+
+    def prepared(self, fn: Callable[[], Any], as_graph: bool, around: Around = nullcontext) -> Work:
+        """About 20 ms of calls, at most 1,000."""
+        work = self._of_jax.prepared(fn, False, around, self._finish)
+        return replace(work, how=f"{AS_CALLED}: JAX captures no graph here") if as_graph else work
+
+    def run(self, work: Work, seconds: float) -> Ran:
+        def waited_for(made: tuple[Any, Any]) -> None:
+            self._of_jax.wait(made[0])
+            _waited_for(made[1])
+
+        with self._device():
+            self._finish()
+            return _repeated_for(seconds, work, self.clock, lambda made: (made, self._mark()), waited_for, self._finish)
+
+
+def _waited_for(mark: Any) -> None:
+    """mark : an event of PyTorch, or None."""
+    if mark is not None:
+        mark.synchronize()
+
+
+def _repeated_for(
+    seconds: float,
+    work: Work,
+    clock: Clock,
+    marked: Callable[[Any], Any],
+    wait: Callable[[Any], None],
+    finish: Callable[[], None] = lambda: None,
+) -> Ran:
+    """Runs of `work`, of which two at most wait on the device. marked : what to wait for, from what a run gave."""
+    cpu_s, start_s = cpu_seconds(), clock.now()
+    n_calls = 0
+    waiting: list[Any] = []
+    while not n_calls or clock.now() < start_s + seconds:
+        waiting.append(marked(work.run()))
+        n_calls += work.calls
+        if len(waiting) > 1:
+            wait(waiting.pop(0))
+    wait(waiting.pop())
+    finish()
+    return Ran(n_calls, start_s, clock.now(), cpu_seconds() - cpu_s)
 
 
 def _calls(fn: Callable[[], Any], finish: Callable[[], None], clock: Clock) -> int:

@@ -116,7 +116,7 @@ def measure(
         if opened is not None and engine is None:
             opened = _of_device(opened, meter, device, held)
         if engine is None:
-            engine = engine_for(captured.framework, device)
+            engine = engine_for(device, captured.framework)
         found = _Found()
 
         def called() -> Any:

@@ -60,7 +60,7 @@ def regression(
         if engine is None and framework == "torch" and not device.startswith("cuda"):
             return Regression(skipped="energy is not measured: the function uses no GPU")
         found = compare(
-            lambda: fn(*args), lambda: baseline(*args), opened, engine or engine_for(framework, device), **options
+            lambda: fn(*args), lambda: baseline(*args), opened, engine or engine_for(device, framework), **options
         )
     if not isinstance(found.saved, Saved):
         return Regression(skipped=f"energy is {found.saved}", comparison=found)

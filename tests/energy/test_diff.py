@@ -169,6 +169,36 @@ def test_what_compiled_code_returns_is_compared(torch: Any, is_right: bool) -> N
     assert row["output_error"] == pytest.approx(0.0 if is_right else 1 / 3, abs=1e-6)
 
 
+@pytest.mark.parametrize("a_is_jax", [False, True])
+def test_a_program_of_torch_against_one_of_jax(torch: Any, a_is_jax: bool) -> None:
+    jax = pytest.importorskip("jax")
+
+    def of_torch(x: Any) -> Any:
+        return torch.softmax(x @ x, -1)
+
+    def of_jax(x: Any) -> Any:
+        return jax.nn.softmax(x @ x)
+
+    inputs = [torch.randn(64, 64), torch.randn(64, 64)]
+    sides = [(of_torch, inputs), (jax.jit(of_jax), [jax.numpy.asarray(x.numpy()) for x in inputs])]
+    (a, of_a), (b, of_b) = sides[::-1] if a_is_jax else sides
+    run = diff(a, b, of_a[0], b_args=(of_b[0],), again=((of_a[1],), (of_b[1],)), times_only=True, seconds=0.02)
+    row = run["comparisons"].iloc[0]
+    assert row["outputs_equal"]
+    assert row["time_ratio"] > 0
+    spelled = {frozenset(ops) for ops in run["regions"][["a_operators", "b_operators"]].itertuples(index=False)}
+    assert frozenset({"aten::mm.default", "jax::dot_general"}) in spelled
+
+
+def test_frameworks_on_different_devices_are_refused(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    jax = pytest.importorskip("jax")
+    monkeypatch.setattr("gpubloat.energy.differences.flow.used_device", lambda one: f"{one.framework}'s")
+    x = torch.randn(8, 8)
+    with pytest.raises(GpubloatError, match="A runs on torch's and B on jax's") as error:
+        diff(lambda x: x @ x, lambda x: x @ x, x, b_args=(jax.numpy.asarray(x.numpy()),), times_only=True)
+    assert error.value.hint
+
+
 def test_a_copy_comes_before_the_layout_that_it_makes(torch: Any) -> None:
     x, w = torch.randn(300, 200), torch.randn(300, 200)
     row = diff(

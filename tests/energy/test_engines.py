@@ -13,7 +13,16 @@ from typing import Any
 import pytest
 
 from gpubloat.energy import engines
-from gpubloat.energy.engines import AS_CALLED, IN_A_GRAPH, JaxEngine, TorchEngine, Work, engine_for, sentence
+from gpubloat.energy.engines import (
+    AS_CALLED,
+    IN_A_GRAPH,
+    BothEngine,
+    JaxEngine,
+    TorchEngine,
+    Work,
+    engine_for,
+    sentence,
+)
 from gpubloat.energy.recording import VirtualClock
 from gpubloat.energy.replay import captured_graph
 from gpubloat.errors import GpubloatError, MissingToolError
@@ -251,14 +260,41 @@ def test_jax_waits_for_the_run_before_and_for_the_last(waited: list[Any]) -> Non
     assert waited == [first + 4 * n + 3 for n in range(5)]
 
 
+@pytest.mark.parametrize("is_jax", [False, True])
+def test_both_frameworks_are_waited_for(gpu: Gpu, monkeypatch: pytest.MonkeyPatch, is_jax: bool) -> None:
+    """PyTorch's events do not tell of what JAX launched, nor do JAX's results of PyTorch's."""
+    of_jax = Gpu(gpu.clock, gpu.call_s)
+
+    def block(made: Any) -> None:
+        if made == "result":
+            of_jax.wait_until(20)
+
+    def function() -> Any:
+        (of_jax if is_jax else gpu).launch(1)
+        return "result" if is_jax else object()
+
+    monkeypatch.setitem(sys.modules, "jax", SimpleNamespace(block_until_ready=block))
+    engine = BothEngine(0, gpu.clock)
+    work = engine.prepared(function, as_graph=True)
+    assert work.how == "as called: JAX captures no graph here"
+    used, other = (of_jax, gpu) if is_jax else (gpu, of_jax)
+    used.most_queued = 0
+    ran = engine.run(work, 1.0)
+    assert ran.call_s == pytest.approx(gpu.call_s, rel=0.05)
+    assert work.calls < used.most_queued <= 2 * work.calls + 20
+    assert used.queued <= 20
+    assert other.most_queued == 0
+
+
 @pytest.mark.usefixtures("waited")
 def test_the_engine_of_a_framework(gpu: Gpu) -> None:
-    assert isinstance(engine_for("jax", "cuda:0"), JaxEngine)
-    assert isinstance(engine_for("torch", "cpu"), TorchEngine)
+    assert isinstance(engine_for("cuda:0", "jax"), JaxEngine)
+    assert type(engine_for("cpu", "torch")) is TorchEngine
+    assert isinstance(engine_for("cuda:0", "torch", "jax"), BothEngine)
     seen: list[int] = []
     gpu.cuda.synchronize = seen.append
     for device in ("cuda:3", "cuda"):
-        engine_for("torch", device).idle(0.0)
+        engine_for(device, "torch").idle(0.0)
     assert seen == [3, 0]
 
 

@@ -77,7 +77,8 @@ def diff(
 
     Parameters
     ----------
-    b_args : arguments of B if they are not those of A, as for another framework.
+    b_args : arguments of B if they are not those of A, as for another framework: PyTorch and JAX are measured in one
+        process, both as called. Then XLA_PYTHON_CLIENT_PREALLOCATE=false leaves PyTorch memory.
     again : arguments of both sides of a second run, with other values: what is equal on one input by coincidence is not
         equal on two.
     tolerance : relative error allowed between real outputs; default, by their types.
@@ -107,10 +108,13 @@ def diff(
         told = held.enter_context(shown(progress))
         captures = _captured((a, b), sides, held, told)
         second = None if again is None else _captured((a, b), again, held, told)
-        device = used_device(captures[0])
-        if opened is not None and engine is None and not device.startswith("cuda") and captures[0].framework == "torch":
+        device, other = map(used_device, captures)
+        frameworks = [one.framework for one in captures]
+        if len({*frameworks}) > 1 and device != other:
+            raise GpubloatError(f"A runs on {device} and B on {other}", "let both use the same device")
+        if opened is not None and engine is None and not device.startswith("cuda") and "torch" in frameworks:
             raise GpubloatError("the function uses no GPU", "move its tensors to the GPU, or take times only")
-        engine = engine or engine_for(captures[0].framework, device)
+        engine = engine or engine_for(device, *frameworks)
         until_s = engine.clock.now() + deadline_s
         told("matching the tensors of A and B")
         with failure_named("matched"):
