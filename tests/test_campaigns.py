@@ -94,7 +94,12 @@ def test_every_command_is_a_script_with_such_options() -> None:
     for words in commands.values():
         assert (WORKLOADS / words[0]).is_file()
         assert {word for word in words if word.startswith("--")} <= options(tree(WORKLOADS / words[0]))
-    scripts = {path.name for path in WORKLOADS.glob("*.py")} - {"common.py", "jax_settings.py", "tf_settings.py"}
+    scripts = {path.name for path in WORKLOADS.glob("*.py")} - {
+        "common.py",
+        "jax_settings.py",
+        "jax_weights.py",
+        "tf_settings.py",
+    }
     assert {words[0] for words in commands.values()} == scripts
 
 

@@ -470,6 +470,19 @@ def test_same_product_by_another_kernel() -> None:
     assert found.switch is None or "tf32" not in found.switch.name  # not of bf16
 
 
+@pytest.mark.parametrize(("slow", "said"), [("jax", "does in JAX what aten::mm.default"), ("torch", "does in PyTorch")])
+def test_operators_of_another_framework_are_not_to_be_called(slow: str, said: str) -> None:
+    captures = {}
+    for framework in ("torch", "jax"):
+        program = Program(framework)
+        x = program.input(noise(16, 16))
+        name = "aten::mm.default" if framework == "torch" else "jax::dot_general"
+        captures[framework] = program.finish(program.op(name, np.matmul, x, x))
+    found = causes(captures.pop(slow), *captures.values(), None, slow="a")
+    assert found.kind == "kernel choice"
+    assert said in found.remedy
+
+
 FUSED = "triton_poi_fused_add_tanh_0"
 
 

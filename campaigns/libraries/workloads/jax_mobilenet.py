@@ -7,14 +7,15 @@ The shapes of torchvision's: 1000 classes, 224 x 224 pixels. Runs on what JAX fi
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax_settings  # noqa: F401, isort: skip
 import jax
+import numpy as np
 import optax
 from common import arguments, run
 from flax import linen as nn
+from jax_weights import drawn
 
 # Expansion, channels, blocks, stride of the first block: table 2 of "MobileNetV2: Inverted Residuals".
 STAGES = [(1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1)]
@@ -33,7 +34,7 @@ class ConvNorm(nn.Module):
     def __call__(self, x: jax.Array, is_training: bool) -> jax.Array:
         x = nn.Conv(
             self.channels, (self.kernel, self.kernel), self.stride, padding=self.kernel // 2, use_bias=False,
-            feature_group_count=self.groups, kernel_init=nn.initializers.variance_scaling(2.0, "fan_out", "normal"),
+            feature_group_count=self.groups,
         )(x)  # fmt: skip
         x = nn.BatchNorm(use_running_average=not is_training, momentum=0.9)(x)
         return x if self.is_linear else nn.relu6(x)
@@ -54,24 +55,25 @@ class MobileNet(nn.Module):
                 x = x + y if x.shape == y.shape else y
         x = ConvNorm(1280)(x, is_training).mean(axis=(1, 2))
         x = nn.Dropout(0.2, deterministic=not is_training)(x)
-        return nn.Dense(self.classes, kernel_init=nn.initializers.normal(0.01))(x)
+        return nn.Dense(self.classes)(x)
 
 
 parser = arguments(steps=20, batch=32)
 parser.add_argument("--size", type=int, default=224)
 given = parser.parse_args()
 
-keys = jax.random.split(jax.random.key(0), 4)
+rng = np.random.default_rng(0)
 model = MobileNet()
-images = jax.random.normal(keys[0], (given.batch, given.size, given.size, 3))
-labels = jax.random.randint(keys[1], (given.batch,), 0, model.classes)
-variables = jax.jit(functools.partial(model.init, is_training=False))(keys[2], images)
+images = rng.standard_normal((given.batch, given.size, given.size, 3), np.float32)
+labels = rng.integers(0, model.classes, given.batch, np.int32)
+variables = drawn(jax.eval_shape(lambda: model.init(jax.random.key(0), images, is_training=False)), seed=0)
 optimizer = optax.sgd(0.01, momentum=0.9)
-state = [variables["params"], variables["batch_stats"], optimizer.init(variables["params"])]
 
 
 @jax.jit
-def update(weights: Any, statistics: Any, state: Any, key: jax.Array) -> tuple[tuple[Any, Any, Any], jax.Array]:
+def update(weights: Any, statistics: Any, state: Any, step: int) -> tuple[tuple[Any, Any, Any], jax.Array]:
+    key = jax.random.fold_in(jax.random.key(1), step)
+
     def loss(weights: Any) -> tuple[jax.Array, Any]:
         logits, changed = model.apply(
             {"params": weights, "batch_stats": statistics}, images, is_training=True, rngs={"dropout": key},
@@ -85,7 +87,7 @@ def update(weights: Any, statistics: Any, state: Any, key: jax.Array) -> tuple[t
 
 
 def train(step: int) -> jax.Array:
-    state[:], value = update(*state, jax.random.fold_in(keys[3], step))
+    state[:], value = update(*state, step)
     return value
 
 
@@ -98,4 +100,6 @@ def infer(_: int) -> jax.Array:
     return forward(variables)
 
 
+weights = variables["params"]
+state = [weights, variables["batch_stats"], jax.jit(optimizer.init)(weights)] if given.mode == "train" else []
 run(train if given.mode == "train" else infer, given.steps, float)

@@ -7,14 +7,15 @@ The shapes of transformer.py. Runs on what JAX finds, a GPU if there is one.
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax_settings  # noqa: F401, isort: skip
 import jax
+import numpy as np
 import optax
 from common import arguments, run
 from flax import linen as nn
+from jax_weights import drawn
 
 VOCABULARY, WIDTH, HEADS, INSIDE = 37000, 512, 8, 2048
 
@@ -43,7 +44,7 @@ class Translator(nn.Module):
 
     @nn.compact
     def __call__(self, source: jax.Array, target: jax.Array, is_training: bool) -> jax.Array:
-        embed = nn.Embed(VOCABULARY, WIDTH, embedding_init=nn.initializers.normal(1.0))
+        embed = nn.Embed(VOCABULARY, WIDTH)
         memory, x = embed(source), embed(target)
         for _ in range(self.blocks):
             memory = Block()(memory, None, None, is_training)
@@ -59,17 +60,17 @@ parser.add_argument("--length", type=int, default=64)
 parser.add_argument("--blocks", type=int, default=6)
 given = parser.parse_args()
 
-keys = jax.random.split(jax.random.key(0), 4)
+rng = np.random.default_rng(0)
 model = Translator(given.blocks)
-source = jax.random.randint(keys[0], (given.batch, given.length), 0, VOCABULARY)
-target = jax.random.randint(keys[1], (given.batch, given.length), 0, VOCABULARY)
-weights = jax.jit(functools.partial(model.init, is_training=False))(keys[2], source, target)
+source, target = (rng.integers(0, VOCABULARY, (given.batch, given.length), np.int32) for _ in range(2))
+weights = drawn(jax.eval_shape(lambda: model.init(jax.random.key(0), source, target, is_training=False)), seed=0)
 optimizer = optax.adam(1e-4, b1=0.9, b2=0.98)
-state = [weights, optimizer.init(weights)]
 
 
 @jax.jit
-def update(weights: Any, state: Any, key: jax.Array) -> tuple[tuple[Any, Any], jax.Array]:
+def update(weights: Any, state: Any, step: int) -> tuple[tuple[Any, Any], jax.Array]:
+    key = jax.random.fold_in(jax.random.key(1), step)
+
     def loss(weights: Any) -> jax.Array:
         logits = model.apply(weights, source, target[:, :-1], is_training=True, rngs={"dropout": key})
         return optax.softmax_cross_entropy_with_integer_labels(logits, target[:, 1:]).mean()
@@ -80,7 +81,7 @@ def update(weights: Any, state: Any, key: jax.Array) -> tuple[tuple[Any, Any], j
 
 
 def train(step: int) -> jax.Array:
-    state[:], value = update(*state, jax.random.fold_in(keys[3], step))
+    state[:], value = update(*state, step)
     return value
 
 
@@ -93,4 +94,5 @@ def infer(_: int) -> jax.Array:
     return forward(weights)
 
 
+state = [weights, jax.jit(optimizer.init)(weights)] if given.mode == "train" else []
 run(train if given.mode == "train" else infer, given.steps, float)

@@ -8,6 +8,8 @@ from gpubloat.energy.causes.findings import Finding
 from gpubloat.energy.causes.sides import Side, aligned, in_bytes, in_time, key, leftover, named
 from gpubloat.energy.causes.switches import applying
 
+_FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX"}
+
 
 def found(slow: Side, fast: Side) -> list[Finding]:
     """Same operators with other kernels; else what only one side has."""
@@ -66,7 +68,12 @@ def _other_operators(slow: Side, fast: Side) -> list[Finding]:
         evidence += f"; kernels {_kernels(slow, heaviest)} and {_kernels(fast, partner)}"
     if slow.capture.framework == "jax":
         evidence += "; equations as traced, kernels of the compiled program are not seen here"
-    remedy = f"call {named(others)}, as {fast.letter} does" if others else f"leave out what only {slow.letter} runs"
+    if not others:
+        remedy = f"leave out what only {slow.letter} runs"
+    elif slow.capture.framework == fast.capture.framework:
+        remedy = f"call {named(others)}, as {fast.letter} does"
+    else:
+        remedy = f"look for what does in {_FRAMEWORKS[slow.capture.framework]} what {named(others)} does"
     us = max(0.0, slow.us(own) - fast.us(others))
     return [Finding("kernel choice", evidence, remedy, heaviest, partner, us, 0.5 if is_renamed else 0.4)]
 
