@@ -8,7 +8,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -136,8 +136,11 @@ class Campaign:
         runs += [self.traced(workload, is_eager=True)] if "eager" in self.loadings else []
         return self.debloated(workload, runs)
 
-    def verified(self, workload: str, folder: Path, name: str) -> Run:
-        """Originals against copies in all loading modes, in as many of the asked rounds as there is time for."""
+    def verified(self, workload: str, folder: Path, name: str, before: Callable[[], None] | None = None) -> Run:
+        """Originals against copies in all loading modes, in as many of the asked rounds as there is time for.
+
+        before : called before each run.
+        """
         # Of the runs around tracing, the second: the first of a machine may have caches to fill.
         slowest = max(
             self.traced(workload, is_eager=mode == "eager").provenance["plain_s"][-1] for mode in self.loadings
@@ -149,7 +152,7 @@ class Campaign:
         words = f"--repeat {repeat} --loading {','.join(self.loadings)} --guard restore-cpu"
         run = verify(
             folder, command(workload), repeat=repeat, loadings=self.loadings, guard="restore-cpu",
-            command_line=f"gpubloat libraries verify {words}",
+            before=before, command_line=f"gpubloat libraries verify {words}",
         )  # fmt: skip
         run.provenance["workload"] = workload
         self.keep(run, f"{name}-verify")
@@ -159,6 +162,15 @@ class Campaign:
 
     def usual_s(self, workload: str) -> float:
         return min(self.traced(workload).provenance["plain_s"])  # the first of a machine may have caches to fill
+
+
+def page_cache_dropped() -> None:
+    """What was read from disks is forgotten, on this machine: a host of virtual ones may keep it."""
+    os.sync()
+    try:
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+    except OSError as error:
+        raise GpubloatError(f"the page cache cannot be dropped: {error.strerror}", "run as root") from None
 
 
 def steady(found: cost.Cost) -> float | None:

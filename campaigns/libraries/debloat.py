@@ -4,12 +4,13 @@ python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,larg
                                       [--loading lazy,eager] [--repeat N] [--pairs B-on-A,...] [--deadline SECONDS]
 
 Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with times on one H200 and 16
-cores; those of `largest`, `union` and of two GPUs are estimates:
+cores; those of `largest`, `cold`, `union` and of two GPUs are estimates:
 
 trace      traced between two runs as they are, debloated: 1 minute a workload, JAX and vLLM 2.5
 whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch; lazily alone 4.5
-           of Llama, 7 of vLLM, 9 of JAX (35 s a run, most of it XLA compiling), 8 on two GPUs
+           of Llama, 7 of vLLM, 9 of JAX (while XLA made the weights, too), 8 on two GPUs
 largest    verified with the 8 largest libraries replaced and no others: as whole without its first 1.5 minutes
+cold       verified with nothing of any file in memory before each run: as largest, and slower
 transfer   workload B under the guard on the copies made for A: half a minute a pair
 union      copies from all traces in DIR, verified with the first of the workloads: 4 minutes
 image      bytes of the folder of packages with each set of copies in DIR: 35 seconds each, 50 without any
@@ -38,7 +39,19 @@ from pathlib import Path
 
 import pandas as pd
 import site_packages
-from campaign import COMMANDS, EAGER, HERE, PREFIX, Campaign, about_transfer, command, printing_into, restricted, steady
+from campaign import (
+    COMMANDS,
+    EAGER,
+    HERE,
+    PREFIX,
+    Campaign,
+    about_transfer,
+    command,
+    page_cache_dropped,
+    printing_into,
+    restricted,
+    steady,
+)  # fmt: skip
 
 from gpubloat.errors import GpubloatError
 from gpubloat.libraries import cost, manifest
@@ -72,6 +85,11 @@ def largest(campaign: Campaign, workload: str) -> None:
     folder = campaign.work / f"{workload}-largest"
     print("replaced:", *restricted(campaign.copies(workload), folder, N_LARGEST))
     campaign.verified(workload, folder, f"{workload}-largest")
+
+
+def cold(campaign: Campaign, workload: str) -> None:
+    """Time until the first results are there when nothing of any library is in memory yet."""
+    campaign.verified(workload, campaign.copies(workload), f"{workload}-cold", before=page_cache_dropped)
 
 
 def transfer(campaign: Campaign, pair: str) -> None:
@@ -199,7 +217,9 @@ def overhead(campaign: Campaign) -> None:
     print((middle / middle.loc["none"]).to_string())
 
 
-EACH: dict[str, Callable[[Campaign, str], None]] = {"trace": traced, "whole": whole, "largest": largest}
+EACH: dict[str, Callable[[Campaign, str], None]] = {
+    "trace": traced, "whole": whole, "largest": largest, "cold": cold,
+}  # fmt: skip
 ONCE: dict[str, Callable[[Campaign], None]] = {
     "union": union, "image": image, "guard": guard, "prune": pruned, "overhead": overhead,
 }  # fmt: skip

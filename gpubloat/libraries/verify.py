@@ -42,6 +42,7 @@ def verify(
     loadings: Sequence[str] = ("default",),
     guard: str = "restore",
     copies: Copies | None = None,
+    before: Callable[[], None] | None = None,
     out: str | os.PathLike[str] | None = None,
     force: bool = False,
     progress: bool = False,
@@ -58,6 +59,7 @@ def verify(
     loadings : of default, lazy, eager: CUDA_MODULE_LOADING; default leaves the environment as it is.
     guard : restore, restore-cpu, report or off: what happens when the copies meet removed code.
     copies : context manager that gives the variables which put the command onto the copies; default: what `exec` does.
+    before : called before each run, outside of its time: to drop the page cache, or to put files back.
     out, force, progress : keep the run in this folder, replacing what is there; show a progress bar on stderr.
     command_line : what run.json says was run.
 
@@ -84,7 +86,7 @@ def verify(
     details: dict[str, Any] = {}
     with tempfile.TemporaryDirectory(prefix="gpubloat-record-") as logs:
         given = copies or (lambda: _copies(folder, guard, Path(logs)))
-        runs = _measure(command, given, repeat, loadings, compare, ignore, progress)
+        runs = _measure(command, given, repeat, loadings, compare, ignore, before, progress)
         if copies is None:
             details = _met(Path(logs))
     by_loading = {loading: [r for r in runs if r.loading == loading] for loading in loadings}
@@ -157,6 +159,7 @@ def _measure(
     loadings: Sequence[str],
     compare: Sequence[str | os.PathLike[str]],
     ignore: Sequence[str],
+    before: Callable[[], None] | None,
     progress: bool,
 ) -> list[Measured]:
     """All runs, in order of time. The very first of each loading mode is an original: it tells whether to go on."""
@@ -171,6 +174,8 @@ def _measure(
                 limit = LIMIT_S + LIMIT_TIMES * slowest
             if loading != "default":
                 env["CUDA_MODULE_LOADING"] = loading.upper()
+            if before is not None:
+                before()
             found = cost.run(command, env=env, files=compare, ignore=ignore, limit_s=limit)
         runs.append(Measured(variant, loading, number, found))
         if variant == "original" and number == 0:

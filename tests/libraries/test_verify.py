@@ -66,6 +66,17 @@ def test_equal(folder: Path) -> None:
     assert row["wall_s_after"] > 0
 
 
+def test_what_comes_before_each_run(folder: Path) -> None:
+    """Such as dropping the page cache. It is no part of a run."""
+    done: list[str] = []
+
+    def before() -> None:
+        done.append(Path("n").read_text().strip() if Path("n").exists() else "0")
+
+    check(folder, "echo 1", repeat=2, before=before)
+    assert done == ["0", "1", "2", "3"]
+
+
 def test_rounds_alternate_and_say_what_they_compared(folder: Path) -> None:
     repeats = check(folder, "echo ${COPIES:-0}; echo x >file", compare=["file"])["repeats"]
     assert [v[0] for v in repeats["variant"]] == list("oddood")
