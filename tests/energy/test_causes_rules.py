@@ -518,13 +518,14 @@ def test_compiled_code_is_told_by_its_kernels(kernels: Any, compiled: Any, kind:
         z = program.op("aten::add.Tensor", np.add, y, x)
         captures.append(program.finish(program.op("aten::tanh.default", np.tanh, z)))
     captures[1].notes.append(UNCOMPILED)
-    slow = cases.timing(captures[0], kernels)
+    slow = cases.timing(captures[0], kernels, wall_us=1000.0)
     own = tuple(Kernel(name, us, "kernel", None, "", None, 0) for name, us in compiled)
-    fast = replace(cases.timing(captures[1], {}), kernels=own, op_us={})
+    fast = replace(cases.timing(captures[1], {}, wall_us=200.0), kernels=own, op_us={})
     found = causes(*captures, None, slow, fast)
     assert found.kind == kind
     assert told in found.evidence
     assert "as B does" in found.remedy
+    assert found.evidence.endswith("of 1 ms, and B takes 200 us")  # launching is what takes the time
     assert all("no kernel" not in cause.evidence for cause in (found, *found.also))
     assert causes(captures[1], captures[0], None, fast, slow).kind == kind
 

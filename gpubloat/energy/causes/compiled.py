@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from gpubloat.energy.causes import names
+from gpubloat.energy.causes import hosts, names
 from gpubloat.energy.causes.findings import Finding
 from gpubloat.energy.causes.sides import Side, in_time
 from gpubloat.energy.timing import Kernel
@@ -42,6 +42,8 @@ def found(slow: Side, fast: Side) -> list[Finding]:
     )
     if instead:
         evidence += f", the longest {_longest(instead)}"
+    waits = hosts.waits_told(slow, fast)
+    evidence += f"; {waits}" if waits else ""
     kind = "unfused chain" if is_fused else "kernel choice"
     remedy = f"compile the function with torch.compile, as {fast.letter} does"
     us = max(0.0, _us(of_slow) - _us(of_fast))

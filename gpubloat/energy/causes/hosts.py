@@ -24,7 +24,7 @@ def fallback(slow: Side, fast: Side) -> list[Finding]:
         ("carried tensors between GPU and host", _transfers, 0.9),
         ("made the host wait for a result of the GPU", _syncs, 0.75),
     ]
-    waits = _waits(slow, fast)
+    waits = waits_told(slow, fast)
     for what, find, strength in kinds:
         ops, others = find(slow), find(fast)
         if len(ops) <= len(others):
@@ -65,7 +65,7 @@ def _is_gpu(side: Side) -> bool:
     return side.has_kernels or any(t.device.startswith("cuda") for t in side.capture.tensors.values())
 
 
-def _waits(slow: Side, fast: Side) -> str:
+def waits_told(slow: Side, fast: Side) -> str:
     """How long the GPU stood still in both, if that is much and differs."""
     shares = []
     for side in (slow, fast):
