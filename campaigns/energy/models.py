@@ -82,6 +82,8 @@ OF_TWELVE_LAYERS = 0.02
 PAIRS = {
     "gpt2 eager and sdpa attention": Pair(lambda: (gpt2("eager"), gpt2("sdpa")), prompts, OF_TWELVE_LAYERS),
     "llama block eager and sdpa attention": Pair(lambda: (llama_block("eager"), llama_block("sdpa")), hidden),
-    "gpt2 and torch.compile": Pair(lambda: (gpt2("sdpa"), compiled(gpt2("sdpa"), prompts(0))), prompts),
+    "gpt2 and torch.compile": Pair(
+        lambda: (gpt2("sdpa"), compiled(gpt2("sdpa"), prompts(0))), prompts, OF_TWELVE_LAYERS
+    ),
 }
 FRAMEWORKS = {"gpt2 of torch and of jax": ("gpt2_torch.py", "gpt2_jax.py")}  # files of systems/

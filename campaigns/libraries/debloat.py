@@ -10,7 +10,7 @@ trace      traced between two runs as they are, debloated: 1 minute a workload, 
 whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch; lazily alone 4.5
            of Llama, 7 of vLLM, 9 of JAX (while XLA made the weights, too), 8 on two GPUs
 largest    verified with the 8 largest libraries replaced and no others: as whole without its first 1.5 minutes
-cold       verified with nothing of any file in memory before each run: as largest, and slower
+cold       verified with an empty page cache before each run, but for Python: twice the time of largest
 transfer   workload B under the guard on the copies made for A: half a minute a pair
 union      copies from all traces in DIR, verified with the first of the workloads: 4 minutes
 image      bytes of the folder of packages with each set of copies in DIR: 35 seconds each, 50 without any
@@ -88,7 +88,7 @@ def largest(campaign: Campaign, workload: str) -> None:
 
 
 def cold(campaign: Campaign, workload: str) -> None:
-    """Time until the first results are there when nothing of any library is in memory yet."""
+    """Time until the results are there when nothing of any library is in the page cache yet."""
     campaign.verified(workload, campaign.copies(workload), f"{workload}-cold", before=page_cache_dropped)
 
 

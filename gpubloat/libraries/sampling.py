@@ -12,6 +12,7 @@ from typing import Any
 
 INTERVAL_S = 0.02
 SHARE = 0.05  # of one core: the most that walking the process tree may take
+_NOT_TOLD = 1 << 62  # bytes; NVML's sign for what it does not tell is the greatest number
 SETTLE_S = 1.0  # the driver frees the memory of an earlier process a little after its end
 
 
@@ -135,10 +136,10 @@ def gpu_memory(env: Mapping[str, str]) -> Iterator[GpuMemory]:
         def of(pids: Collection[int]) -> int | None:
             try:
                 listed = [p for h in handles for p in pynvml.nvmlDeviceGetComputeRunningProcesses(h) if p.pid in pids]
-            except pynvml.NVMLError:
+                held = [int(p.usedGpuMemory) for p in listed]  # None on Windows: TypeError
+            except (pynvml.NVMLError, AttributeError, TypeError, ValueError):  # of an older NVML, too
                 return None
-            held = [p.usedGpuMemory for p in listed]  # None on Windows, and of processes that may not be looked at
-            return sum(map(int, held)) if held and None not in held else None
+            return sum(held) if held and all(0 <= one < _NOT_TOLD for one in held) else None
 
         yield GpuMemory(above, of)
     finally:

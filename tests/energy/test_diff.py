@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pytest
 
 from gpubloat import Run
@@ -141,6 +142,45 @@ def test_functions_that_compute_something_else_get_no_advice(torch: Any) -> None
     assert "make the outputs equal first" in row["remedy"]
 
 
+def compiled_wrongly(torch: Any, fn: Any) -> Any:
+    return torch.compile(fn, backend=lambda graph, _: lambda *given: tuple(1.5 * y for y in graph.forward(*given)))
+
+
+def test_what_cannot_be_compared_of_compiled_code_is_not_called_equal(torch: Any) -> None:
+    """A buffer that is written to, random numbers, state: each call returns something else anyhow."""
+    buffer, norm, seen = torch.empty(32, 32), torch.nn.BatchNorm1d(32).train(), [torch.ones(32, 32)]
+
+    def with_state(x: Any) -> Any:
+        seen[0] = seen[0] + x
+        return seen[0].relu()
+
+    def into_buffer(x: Any) -> Any:
+        torch.mm(x, x, out=buffer)
+        return torch.nn.functional.dropout(buffer.relu(), 0.5)
+
+    for fn in (with_state, into_buffer, lambda x: torch.relu(torch.rand_like(x) @ x)):
+        compiled = compiled_wrongly(torch, fn)
+        row = diff(fn, compiled, torch.randn(32, 32), times_only=True, seconds=0.02)["comparisons"].iloc[0]
+        assert row["outputs_equal"] is pd.NA or not row["outputs_equal"]  # False: A and B share the state
+        assert "what B returns compiled was not compared: it returns something else in each call" in row["notes"]
+    right = torch.compile(norm, backend="eager")
+    row = diff(norm, right, torch.randn(64, 32), times_only=True, seconds=0.02)["comparisons"].iloc[0]
+    assert row["outputs_equal"]
+    wrong = compiled_wrongly(torch, norm)
+    row = diff(norm, wrong, torch.randn(64, 32), times_only=True, seconds=0.02)["comparisons"].iloc[0]
+    assert not row["outputs_equal"]
+    assert "B returns something else compiled" in row["notes"]
+
+
+def test_compiled_code_that_fails_is_told_in_a_sentence(torch: Any) -> None:
+    def boom(*_: Any) -> Any:
+        raise ValueError("no such kernel")
+
+    late = torch.compile(lambda x: torch.relu(x @ x), backend=lambda *_: boom)
+    with pytest.raises(GpubloatError, match=r"failed while it was run compiled: .*no such kernel"):
+        diff(lambda x: torch.relu(x @ x), late, torch.randn(8, 8), times_only=True, seconds=0.02)
+
+
 def test_a_number_has_no_partner_and_is_not_where_functions_part(torch: Any) -> None:
     def with_check(activation: Any) -> Any:
         return lambda x: activation(x @ x) if x.isfinite().all().item() else x
@@ -165,7 +205,7 @@ def test_what_compiled_code_returns_is_compared(torch: Any, is_right: bool) -> N
     compiled, x = torch.compile(fn, backend=backend), torch.randn(32, 32)
     row = diff(fn, compiled, x, times_only=True, seconds=0.02)["comparisons"].iloc[0]
     assert row["outputs_equal"] == is_right
-    assert ("B compiled does not return what it returns uncompiled" in row["notes"]) != is_right
+    assert ("B returns something else compiled" in row["notes"]) != is_right
     assert row["output_error"] == pytest.approx(0.0 if is_right else 1 / 3, abs=1e-6)
 
 
@@ -188,6 +228,24 @@ def test_a_program_of_torch_against_one_of_jax(torch: Any, a_is_jax: bool) -> No
     assert row["time_ratio"] > 0
     spelled = {frozenset(ops) for ops in run["regions"][["a_operators", "b_operators"]].itertuples(index=False)}
     assert frozenset({"aten::mm.default", "jax::dot_general"}) in spelled
+
+
+def test_a_function_of_jax_without_arrays_of_jax_says_what_to_give(torch: Any) -> None:
+    jax = pytest.importorskip("jax")
+    x = torch.randn(8, 8)
+    with pytest.raises(GpubloatError, match="B: the function returns arrays of JAX") as error:
+        diff(lambda x: x @ x, lambda x: jax.numpy.matmul(x, x), x, b_args=(x.numpy(),), times_only=True)
+    assert "arrays of JAX" in str(error.value.hint)
+
+
+def test_results_that_jax_cannot_take_apart_are_no_obstacle(torch: Any) -> None:
+    jax = pytest.importorskip("jax")
+    x = torch.randn(16, 16)
+    run = diff(
+        lambda x: {1: x @ x, "a": x + 1}, jax.jit(lambda x: (x @ x, x + 1)), x,
+        b_args=(jax.numpy.asarray(x.numpy()),), times_only=True, seconds=0.02,
+    )  # fmt: skip
+    assert run["comparisons"].iloc[0]["outputs_equal"]
 
 
 def test_frameworks_on_different_devices_are_refused(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,6 +25,7 @@ from gpubloat.energy.capture.records import UNCOMPILED, Call, Capture, Line, Op,
 from gpubloat.energy.capture.store import KEEP_BYTES, SPILL_BYTES, Store
 from gpubloat.energy.capture.torchmodules import modules_watched
 from gpubloat.energy.capture.torchvalues import Values, dtype_name, tensors_in
+from gpubloat.energy.workload import kinds
 from gpubloat.errors import GpubloatError, sentence
 from gpubloat.optional import torch_module
 
@@ -59,7 +60,7 @@ def capture(
         recorder = _Recorder(store)
         for tensor in tensors_in(args):
             recorder.source(tensor)
-        with _uncompiled(), randomness_restored(), modules_watched(fn) as modules, recorder.mode(modules):
+        with uncompiled(), randomness_restored(), modules_watched(fn) as modules, recorder.mode(modules):
             result = _called(fn, args, recorder)
         if inspect.isgenerator(result) or inspect.iscoroutine(result):
             raise GpubloatError(
@@ -67,6 +68,8 @@ def capture(
             )
         outputs = [recorder.outcome(tensor) for tensor in tensors_in(result)]
         if not outputs:
+            if kinds((result,)) & {"jax", "jaxlib"}:
+                raise GpubloatError("the function returns arrays of JAX", "give it arrays of JAX as arguments")
             raise GpubloatError("the function returns no tensor", "return what it computes, such as the loss")
         return recorder.finish(outputs)
 
@@ -88,7 +91,7 @@ def _called(fn: Callable[..., Any], args: tuple[Any, ...], recorder: _Recorder) 
 _OUTERMOST = _called.__code__
 
 
-def _uncompiled() -> AbstractContextManager[Any]:
+def uncompiled() -> AbstractContextManager[Any]:
     """Functions of torch.compile run as they were written; ``fullgraph=True`` would fail under a dispatch mode."""
     if "torch._dynamo" not in sys.modules:  # nothing was compiled, and importing it takes seconds
         return nullcontext()

@@ -66,7 +66,7 @@ def _other_operators(slow: Side, fast: Side) -> list[Finding]:
         evidence += f"; shapes {_shapes(slow, heaviest)} and {_shapes(fast, partner)}"
     if slow.has_kernels and partner is not None and _names(slow, heaviest) != _names(fast, partner):
         evidence += f"; kernels {_kernels(slow, heaviest)} and {_kernels(fast, partner)}"
-    if slow.capture.framework == "jax":
+    if "jax" in (slow.capture.framework, fast.capture.framework):
         evidence += "; equations as traced, kernels of the compiled program are not seen here"
     if not others:
         remedy = f"leave out what only {slow.letter} runs"

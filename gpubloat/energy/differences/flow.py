@@ -133,11 +133,8 @@ def diff(
         ]
         if again is None:
             pair.notes.append("tensors were matched on one input only")
-        pair.notes += [
-            f"{'AB'[side]} compiled does not return what it returns uncompiled"
-            for side, found in pair.compiled_outputs.items()
-            if not found.are_equal
-        ]
+        with failure_named("run compiled"):
+            pair.notes += [found.note for found in pair.compiled if found.note]
         with RunWriter("energy", TABLES, out, force) as writer:
             row, regions, comparison = _all(pair, band, names, subject or " | ".join(names), case)
             record = provenance(command, METHOD, [])
@@ -229,6 +226,6 @@ def _cause(pair: Pair, found: list[Found]) -> Cause | None:
     if pair.said.verdict == NO_DIFFERENCE:
         return next((cause for cause in causes_ if cause.kind.startswith("host")), None)
     best = next((cause for cause in causes_ if cause.kind != "unknown"), causes_[0])
-    if pair.outputs_equal or best.kind in _CHANGE_OUTPUTS:
+    if pair.outputs_equal is not False or best.kind in _CHANGE_OUTPUTS:
         return None if not found and best.kind == "unknown" else best
     return parted(pair)

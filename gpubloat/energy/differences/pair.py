@@ -12,15 +12,12 @@ import numpy as np
 
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.blocks import Block
-from gpubloat.energy.capture import Capture, capture
-from gpubloat.energy.capture.torchops import randomness_restored
-from gpubloat.energy.capture.torchvalues import tensors_in
+from gpubloat.energy.capture import Capture
 from gpubloat.energy.compare import Comparison, compare, null
+from gpubloat.energy.differences.compiled import Returned, returned
 from gpubloat.energy.engines import Engine, Work
-from gpubloat.energy.match.outputs import Outputs, outputs
 from gpubloat.energy.match.regions import Matching
 from gpubloat.energy.match.repeats import once
-from gpubloat.energy.match.values import Values
 from gpubloat.energy.meter import Meter, NotMeasured
 from gpubloat.energy.progress import Told, silent
 from gpubloat.energy.statistics import UNKNOWN, Verdict
@@ -57,35 +54,26 @@ class Pair:
 
     @cached_property
     def outputs_equal(self) -> bool | None:
-        """None where outputs are equal but hold no number, so that nothing can be told by them."""
-        if not self.matching.outputs_equal or not all(found.are_equal for found in self.compiled_outputs.values()):
+        """None where outputs are equal but hold no number, or those of compiled code cannot be compared."""
+        of_compiled = [found.are_equal for found in self.compiled]
+        if not self.matching.outputs_equal or False in of_compiled:
             return False
+        if None in of_compiled:
+            return None
         values = (self.captures[0].value(tensor) for tensor in self.captures[0].outputs)
         return any(value is None or bool(np.isfinite(once(value)).any()) for value in values) or None
 
     @cached_property
-    def compiled_outputs(self) -> dict[int, Outputs]:
-        """Side -> what it returned as it was captured, beside what its compiled code returns; of compiled sides only.
-
-        A function that changes what it is given is left out: called once more, it returns something else anyhow.
-        """
-        found = {}
-        for side, own in enumerate(self.captures):
-            if own.is_compiled and not self.changes_inputs(side):
-                with randomness_restored():
-                    returned = list(tensors_in(self.fns[side]()))
-                with capture(lambda *given: given, *returned) as real:
-                    found[side] = outputs(Values(own), Values(real), self.tolerance)
-        return found
+    def compiled(self) -> tuple[Returned, ...]:
+        """What the compiled code of a side returns; of compiled sides only."""
+        sides = zip(self.fns, self.captures, "AB")
+        return tuple(returned(fn, own, letter, self.tolerance) for fn, own, letter in sides if own.is_compiled)
 
     @property
     def output_errors(self) -> list[float]:
         """Relative errors of all outputs that could be compared."""
-        pairs = [
-            *self.matching.outputs.pairs,
-            *(one for found in self.compiled_outputs.values() for one in found.pairs),
-        ]
-        return [one.error for one in pairs if not math.isnan(one.error)]
+        of_pairs = [one.error for one in self.matching.outputs.pairs if not math.isnan(one.error)]
+        return [*of_pairs, *(error for found in self.compiled for error in found.errors)]
 
     @property
     def compare_s(self) -> float:
