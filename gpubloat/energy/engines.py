@@ -175,7 +175,11 @@ class JaxEngine:
         except ImportError:
             raise MissingToolError("JAX", "pip install jax") from None
         self.clock: Clock = clock or WallClock()
-        self.wait: Callable[[Any], Any] = self._jax.block_until_ready
+
+    def wait(self, made: Any) -> None:
+        """Until JAX has made it. What JAX cannot take apart did not come from it, and is not waited for."""
+        with suppress(ValueError):
+            self._jax.block_until_ready(made)
 
     def prepared(
         self,
@@ -192,8 +196,7 @@ class JaxEngine:
             result = fn()
 
         def finished() -> None:
-            with suppress(ValueError):
-                self.wait(result)
+            self.wait(result)
             finish()
 
         with around():
@@ -228,8 +231,7 @@ class BothEngine(TorchEngine):
 
     def run(self, work: Work, seconds: float) -> Ran:
         def waited_for(made: tuple[Any, Any]) -> None:
-            with suppress(ValueError):  # what JAX cannot take apart did not come from it
-                self._of_jax.wait(made[0])
+            self._of_jax.wait(made[0])
             _waited_for(made[1])
 
         with self._device():
