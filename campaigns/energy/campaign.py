@@ -1,7 +1,8 @@
 """Measure the energy instrument and, with it, cases that are known: one GPU, nothing is set on it.
 
     python campaigns/energy/campaign.py --out DIR [--steps probe,repeats,null,cases,gpt2,pairs,overhead]
-                                        [--cases gelu,tf32] [--deadline S] [--null-repeats 20] [--band FRAC]
+                                        [--cases gelu,tf32] [--pairs "gpt2 and torch.compile,..."] [--deadline S]
+                                        [--null-repeats 20] [--band FRAC]
 
 probe 70 s; repeats, six of each of three operators, 55 s; null, A against A, 35 s each; cases 50 to 180 s each; gpt2
 by operator 150 s; pairs up to 350 s each; overhead 170 s, most of it the capture of 32 sequences. Runs are written to
@@ -51,8 +52,8 @@ CAPTURE_SECONDS = 150.0  # of 32 sequences, all values kept; less time left, and
 class Campaign:
     """Where results go, and when it has to end."""
 
-    def __init__(self, out: Path, deadline_s: float, cases: list[str], n_null: int) -> None:
-        self.out, self.cases, self.n_null = out, cases, n_null
+    def __init__(self, out: Path, deadline_s: float, cases: list[str], pairs: list[str], n_null: int) -> None:
+        self.out, self.cases, self.pairs, self.n_null = out, cases, pairs, n_null
         self.end_s = time.monotonic() + deadline_s
         self.failed: dict[str, str] = {}
         self.band: float | None = None
@@ -238,7 +239,7 @@ def gpt2(campaign: Campaign) -> None:
 def pairs(campaign: Campaign) -> None:
     for subject, pair in models.PAIRS.items():
         folder = campaign.folder("pair-" + subject.replace(" ", "-"))
-        if (folder / "run.json").exists():
+        if subject not in campaign.pairs or (folder / "run.json").exists():
             continue
         if campaign.left_s() < 90:
             break
@@ -263,7 +264,7 @@ def pairs(campaign: Campaign) -> None:
             name_case(out, subject, "")
             told(Run.load(out))
 
-        if not (out / "run.json").exists() and campaign.left_s() > 90:
+        if subject in campaign.pairs and not (out / "run.json").exists() and campaign.left_s() > 90:
             campaign.attempt(subject, frameworks)
 
 
@@ -309,11 +310,17 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--steps", default=",".join(STEPS), help="in this order")
     parser.add_argument("--cases", default="", help="names of files in cases/; default, all")
+    known = [*models.PAIRS, *models.FRAMEWORKS]
+    parser.add_argument("--pairs", default=",".join(known), help=f"of {', '.join(known)}; default, all")
     parser.add_argument("--deadline", type=float, default=1e9, help="seconds for all")
     parser.add_argument("--null-repeats", type=int, default=20)
     parser.add_argument("--band", type=float, help="what A against A differed by on this GPU; default, it is measured")
     given = parser.parse_args()
-    campaign = Campaign(given.out, given.deadline, [c for c in given.cases.split(",") if c], given.null_repeats)
+    pairs = given.pairs.split(",")
+    if unknown := set(pairs) - set(known):
+        parser.error(f"no pair is called {', '.join(sorted(unknown))}: there are {', '.join(known)}")
+    cases = [c for c in given.cases.split(",") if c]
+    campaign = Campaign(given.out, given.deadline, cases, pairs, given.null_repeats)
     campaign.band = given.band
     try:
         for name in given.steps.split(","):
