@@ -55,12 +55,17 @@ def command(workload: str) -> list[str]:
 
 
 class Campaign:
-    """Folders of one campaign: runs to keep in `out`; traces with all tables and copies in `work`, used again."""
+    """Folders of one campaign: runs to keep in `out`; traces with all tables and copies in `work`, used again.
+
+    at_once : campaigns that run on the machine at the same time; kept in each run.json.
+    """
 
     def __init__(
-        self, out: Path, work: Path, workloads: Sequence[str], repeat: int, loadings: Sequence[str], ends: float
-    ) -> None:
+        self, out: Path, work: Path, workloads: Sequence[str], repeat: int, loadings: Sequence[str], ends: float,
+        at_once: int = 1,
+    ) -> None:  # fmt: skip
         self.out, self.work, self.workloads, self.repeat = out, work, tuple(workloads), repeat
+        self.at_once = at_once
         self.loadings, self.ends = tuple(loadings), ends
         self.pool = ProcessPoolExecutor(min(os.cpu_count() or 1, 12))
 
@@ -70,7 +75,7 @@ class Campaign:
 
     def keep(self, run: Run, name: str, tables: tuple[str, ...] | None = None) -> None:
         """Save a run without paths of this machine, and of what was removed only the elements: functions are many."""
-        about = dict(run.provenance)
+        about = dict(run.provenance) | {"at_once": self.at_once}
         names = [n for n in about.pop("tables") if tables is None or n in tables]
         with RunWriter("libraries", names, self.out / f"{PREFIX}{name}", True) as writer:
             for table in names:

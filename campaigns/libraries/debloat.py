@@ -2,6 +2,7 @@
 
 python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,largest,...] [--workloads NAME,...]
                                       [--loading lazy,eager] [--repeat N] [--pairs B-on-A,...] [--deadline SECONDS]
+                                  [--at-once N]
 
 Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with times on one H200 and 16
 cores; those of `largest`, `cold`, `union` and of two GPUs are estimates:
@@ -23,6 +24,9 @@ call to call: nothing is traced twice, and transfer, union and image take what i
 in OUT as soon as it is done, without paths of the machine. One that fails says so and the next one goes on. After the
 deadline nothing is started, and a verification takes as few rounds as fit before it. What Table 8 needs is in the
 run.json of a trace (plain_s, wall_s, scan_s) and of copies (debloat_s).
+
+Several campaigns may run at once, of other workloads each, also on one GPU: memory is counted by process, times are
+longer for originals and copies alike. Say how many with --at-once; each run.json keeps it.
 """
 
 from __future__ import annotations
@@ -271,12 +275,13 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--pairs", type=pair_list, help="default: some, of the chosen workloads")
     parser.add_argument("--deadline", type=float, default=float("inf"), help="start nothing after this many seconds")
+    parser.add_argument("--at-once", type=int, default=1, help="campaigns that run on this machine now, this one too")
     given = parser.parse_args()
     ends = time.monotonic() + given.deadline
     given.out.mkdir(parents=True, exist_ok=True)
     work = given.work or Path(tempfile.mkdtemp(prefix="campaign-"))
     work.mkdir(parents=True, exist_ok=True)
-    campaign = Campaign(given.out, work, given.workloads, given.repeat, given.loading, ends)
+    campaign = Campaign(given.out, work, given.workloads, given.repeat, given.loading, ends, given.at_once)
     pairs = given.pairs or [pair for pair in PAIRS if {*pair.split("-on-")} <= {*given.workloads}]
     for name, do in jobs(given.steps, given.workloads, pairs):
         if campaign.left() < 0:

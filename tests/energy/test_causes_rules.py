@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -438,6 +439,29 @@ def test_branch_that_is_taken_in_part_is_work(torch: Any) -> None:
 
     found = compared(slow, slow, torch.randn(32, 32), torch.randn(32, 32))
     assert found.kind == "unknown"
+
+
+def test_values_of_choices_are_read_once_for_all_regions(torch: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of many layers has many regions, and values of gigabytes."""
+    from gpubloat.energy.capture import torchops
+    from gpubloat.energy.match.regions import Region
+
+    def slow(x: Any, w: Any) -> Any:
+        for _ in range(4):
+            x = torch.where(x > 0, torch.tanh(x), (x @ w) @ w)
+        return x
+
+    x, w = torch.randn(32, 32), torch.randn(32, 32)
+    with torchops.capture(slow, x, w) as a, torchops.capture(torch.tanh, x) as b:
+        read: Counter[int] = Counter()
+        value = a.store.value
+        monkeypatch.setattr(a.store, "value", lambda tensor: read.update([tensor]) or value(tensor))
+        products = [op for op in a.ops if op.name == "aten::mm.default"]
+        for op in products:
+            causes(a, b, Region((op.index,), (0,), op.inputs, op.outputs, b.inputs, b.outputs, False))
+        chosen = [op.outputs[0] for op in a.ops if op.name == "aten::where.self"]
+        assert len(products) == 8
+        assert [read[tensor] for tensor in chosen] == [1] * 4
 
 
 def test_gradients_are_used(torch: Any) -> None:

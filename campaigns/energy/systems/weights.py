@@ -15,7 +15,7 @@ class Sizes(NamedTuple):
     words: int
 
 
-GPT2 = Sizes(8, 512, 12, 768, 50257)
+GPT2 = Sizes(8, 128, 12, 768, 50257)
 SMALL = Sizes(2, 16, 2, 128, 300)
 HEAD = 64  # width of a head
 

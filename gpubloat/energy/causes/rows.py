@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from math import prod
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from gpubloat.energy.capture.records import Op
+from gpubloat.energy.capture.records import Capture, Op
 from gpubloat.energy.causes import names
 from gpubloat.energy.causes.findings import Finding
 from gpubloat.energy.causes.sides import Side, aligned, counterpart, is_work, named
@@ -125,8 +126,20 @@ def _unused(slow: Side, fast: Side) -> list[Finding]:
 def _dead(side: Side, are_choices_known: bool = True) -> list[Op]:
     """Operators of the region that lead to no output, nor to a write into what came from outside.
 
-    Gradients are kept by PyTorch without being outputs. are_choices_known : what a choice never took is dead too.
+    are_choices_known : what a choice never took is dead too.
     """
+    found = _alive.setdefault(side.capture, {})
+    if are_choices_known not in found:
+        found[are_choices_known] = _leading(side, are_choices_known)
+    return [op for op in side.works if op.index not in found[are_choices_known]]
+
+
+# Of whole captures, and asked for each region: choices read all of their values.
+_alive: WeakKeyDictionary[Capture, dict[bool, set[int]]] = WeakKeyDictionary()
+
+
+def _leading(side: Side, are_choices_known: bool) -> set[int]:
+    """Operators of the capture that are not dead; gradients are kept by PyTorch without being outputs."""
     capture = side.capture
     outside = {side.info(t).storage for t in capture.inputs}
     needed = set(capture.outputs)
@@ -139,7 +152,7 @@ def _dead(side: Side, are_choices_known: bool = True) -> list[Op]:
             needed.update(_taken(side, op) if are_choices_known else op.inputs)
             # Memory that is written later has to be there.
             needed.update(op.writes)
-    return [op for op in side.works if op.index not in alive]
+    return alive
 
 
 def _taken(side: Side, op: Op) -> tuple[int, ...]:

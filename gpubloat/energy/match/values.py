@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import OrderedDict
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from gpubloat.errors import GpubloatError
 
 Array = np.ndarray[Any, Any]
 _CACHE_BYTES = 512 << 20
-_THREADS = 2
+_THREADS = min(8, os.cpu_count() or 1)
 
 
 class Values:
