@@ -42,7 +42,8 @@ class Cost(NamedTuple):
     `exit_status` is negative for the signal that ended it. `peak_rss_bytes` is the largest resident set of any single
     process; `peak_tree_bytes` the largest sum over the processes, sampled, in which pages that processes share count
     for each (None where /proc does not tell). `peak_gpu_bytes` is None without NVML or without a visible GPU,
-    and of the command's own processes where NVML lists them: others may use the same GPU.
+    and of the command's own processes where NVML lists them: others may use the same GPU. `peak_gpu_of` says which:
+    "processes", "gpus", None if neither was seen.
     `files_sha256` has one digest a file, in order, `MISSING` for one that the command did not write.
     """
 
@@ -56,6 +57,7 @@ class Cost(NamedTuple):
     stderr_tail: bytes
     files_sha256: tuple[str, ...]
     is_ended: bool
+    peak_gpu_of: str | None = None
 
 
 def run(
@@ -111,6 +113,7 @@ def run(
             stderr_tail=b"" if is_stderr_shown else _tail(errors),
             files_sha256=tuple(_file_digest(p) if _stamp(p) != s else MISSING for p, s in zip(paths, stamps)),
             is_ended=is_ended,
+            peak_gpu_of=peaks.gpu_of,
         )
 
 

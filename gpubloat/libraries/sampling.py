@@ -33,6 +33,11 @@ class Peaks:
         """What the processes hold, where NVML lists them: a GPU may be shared. Else what the GPUs hold."""
         return self.all_gpu if self.own_gpu is None else self.own_gpu
 
+    @property
+    def gpu_of(self) -> str | None:
+        """Whose memory `gpu` is: "processes", "gpus"; None if it was not seen."""
+        return "processes" if self.own_gpu is not None else None if self.all_gpu is None else "gpus"
+
 
 @dataclass(frozen=True)
 class GpuMemory:

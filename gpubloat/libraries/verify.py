@@ -67,7 +67,8 @@ def verify(
     -------
     Run with repeats and verdicts. run.json also has `verdict`, the worst of all loading modes; `numbers`, per mode the
     last number that each run printed and `within_spread`, for commands whose output differs from run to run;
-    `complaints`, per mode the last line on stderr of a copy that ended otherwise, folders left out; `n_timeouts`; and,
+    `complaints`, per mode the last line on stderr of a copy that ended otherwise, folders left out; `n_timeouts`;
+    `peak_gpu_of`, whose GPU memory was seen, "processes" (those of the command) or "gpus" (all that they held); and,
     unless `copies` was given, `n_swapped`, the libraries that ran from their copies, `n_misses`, the places of removed
     code that the guard met, and `problems`. A run of the copies may take a minute plus ten times the slowest original;
     then it is ended.
@@ -104,6 +105,7 @@ def verify(
             "guard": guard,
             "verdict": min((str(v["verdict"]) for v in verdicts), key=VERDICTS.index),
             "n_timeouts": sum(r.cost.is_ended for r in runs),
+            "peak_gpu_of": sorted({r.cost.peak_gpu_of for r in runs if r.cost.peak_gpu_of is not None}),
             "complaints": {loading: complaint(mine) for loading, mine in by_loading.items()},
             "ignore": list(ignore),
             "compare": [Path(file).name for file in compare],

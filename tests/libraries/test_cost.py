@@ -347,23 +347,25 @@ def test_a_gpu_that_stops_telling_keeps_what_was_seen(nvml: Nvml) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lines", "peak"),
+    ("lines", "peak", "of"),
     [
-        pytest.param('"$$ 300\n1 7000\n"', 300, id="own"),
-        pytest.param('"1 7000\n"', 900, id="only-others-are-listed"),
-        pytest.param('"$$ -\n"', 900, id="it-does-not-tell"),
-        pytest.param('"$$ 300\n" >>held1; printf "$$ 40\n"', 340, id="two-gpus"),
+        pytest.param('"$$ 300\n1 7000\n"', 300, "processes", id="own"),
+        pytest.param('"1 7000\n"', 900, "gpus", id="only-others-are-listed"),
+        pytest.param('"$$ -\n"', 900, "gpus", id="it-does-not-tell"),
+        pytest.param('"$$ 300\n" >>held1; printf "$$ 40\n"', 340, "processes", id="two-gpus"),
     ],
 )
-def test_what_the_command_holds_itself_counts_where_it_is_listed(nvml: Nvml, lines: str, peak: int) -> None:
+def test_what_the_command_holds_itself_counts_where_it_is_listed(nvml: Nvml, lines: str, peak: int, of: str) -> None:
     """Another process takes 600 of the 900 meanwhile."""
     command = ["sh", "-c", f"printf {lines} >>held0; printf 1900 >new; mv new gpu0; sleep 0.3"]
-    assert cost.run(command, cwd=nvml.folder).peak_gpu_bytes == peak
+    found = cost.run(command, cwd=nvml.folder)
+    assert (found.peak_gpu_bytes, found.peak_gpu_of) == (peak, of)
 
 
 def test_nvml_that_does_not_start(nvml: Nvml) -> None:
     nvml.is_broken = True
-    assert cost.run(["true"]).peak_gpu_bytes is None
+    found = cost.run(["true"])
+    assert (found.peak_gpu_bytes, found.peak_gpu_of) == (None, None)
     assert sampling.gpus() == []
 
 

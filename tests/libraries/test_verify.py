@@ -78,7 +78,9 @@ def test_what_comes_before_each_run(folder: Path) -> None:
 
 
 def test_rounds_alternate_and_say_what_they_compared(folder: Path) -> None:
-    repeats = check(folder, "echo ${COPIES:-0}; echo x >file", compare=["file"])["repeats"]
+    run = check(folder, "echo ${COPIES:-0}; echo x >file", compare=["file"])
+    repeats = run["repeats"]
+    assert run.provenance["peak_gpu_of"] == []  # no GPU was seen
     assert [v[0] for v in repeats["variant"]] == list("oddood")
     assert list(repeats["repeat"]) == [0, 0, 1, 1, 2, 2]
     assert set(repeats["files_sha256"]) == {hashlib.sha256(b"x\n").hexdigest()}
