@@ -7,9 +7,9 @@ python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,larg
 Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with times on one H200 and 16
 cores; those of `largest`, `cold`, `union` and of two GPUs are estimates:
 
-trace      traced between two runs as they are, debloated: 1 minute a workload, JAX and vLLM 2.5
+trace      traced between two runs as they are, debloated: 1 minute a workload, vLLM 2.5, JAX 0.7 to 3
 whole      the same lazily and eagerly, then verified: with 5 rounds 5 minutes a workload of PyTorch; lazily alone 4.5
-           of Llama, 7 of vLLM, 9 of JAX (while XLA made the weights, too), 8 on two GPUs
+           of Llama, 7 of vLLM, 8 on two GPUs; of JAX, four at once, 2 for inference, 5 to 9 for training
 largest    verified with the 8 largest libraries replaced and no others: as whole without its first 1.5 minutes
 cold       verified with an empty page cache before each run, but for Python: twice the time of largest
 transfer   workload B under the guard on the copies made for A: half a minute a pair

@@ -464,6 +464,20 @@ def test_values_of_choices_are_read_once_for_all_regions(torch: Any, monkeypatch
         assert [read[tensor] for tensor in chosen] == [1] * 4
 
 
+def test_kernels_are_told_of_the_side_that_was_timed() -> None:
+    """Of JAX none is seen: that is not "no kernel"."""
+    captures = []
+    for name in ("aten::mm.default", "jax::dot_general"):
+        program = Program(dtype="bf16")
+        x = program.input(noise(16, 16))
+        captures.append(program.finish(program.op(name, np.matmul, x, x)))
+    captures[1].framework = "jax"
+    found = causes(*captures, None, cases.timing(captures[0], {0: [(cases.BF16_GEMM, 20.0)]}, wall_us=30.0), None)
+    assert found.kind == "kernel choice"
+    assert "(20 us) in A; equations as traced" in found.evidence
+    assert "no kernel" not in found.evidence
+
+
 def test_gradients_are_used(torch: Any) -> None:
     """A step returns its loss alone, and its gradients matter all the same."""
     w = torch.randn(32, 32, requires_grad=True)

@@ -65,7 +65,8 @@ def _other_operators(slow: Side, fast: Side) -> list[Finding]:
     if not is_renamed and partner is not None:
         evidence += f"; shapes {_shapes(slow, heaviest)} and {_shapes(fast, partner)}"
     if slow.has_kernels and partner is not None and _names(slow, heaviest) != _names(fast, partner):
-        evidence += f"; kernels {_kernels(slow, heaviest)} and {_kernels(fast, partner)}"
+        evidence += f"; kernels {_kernels(slow, heaviest)}"
+        evidence += f" and {_kernels(fast, partner)}" if fast.has_kernels else f" in {slow.letter}"
     if "jax" in (slow.capture.framework, fast.capture.framework):
         evidence += "; equations as traced, kernels of the compiled program are not seen here"
     if not others:
