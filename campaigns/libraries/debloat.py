@@ -2,7 +2,7 @@
 
 python campaigns/libraries/debloat.py --out OUT [--work DIR] [--steps whole,largest,...] [--workloads NAME,...]
                                       [--loading lazy,eager] [--repeat N] [--pairs B-on-A,...] [--deadline SECONDS]
-                                  [--at-once N]
+                                      [--at-once N]
 
 Needs a GPU, the packages of the workloads, a C compiler and the CUPTI headers. Steps, with times on one H200 and 16
 cores; those of `largest`, `cold`, `union` and of two GPUs are estimates:

@@ -112,8 +112,8 @@ def fits(elements: pd.DataFrame) -> pd.DataFrame:
     return table.sort_values(["is_loadable", "stored_bytes"], ascending=False, ignore_index=True)
 
 
-def loadable(elements: pd.DataFrame, gpus: Sequence[str]) -> pd.DataFrame:
-    """How much of each library each GPU could ever be given. One row per library and GPU.
+def loadable(elements: pd.DataFrame, gpus: str | Sequence[str]) -> pd.DataFrame:
+    """How much of each library each GPU could ever be given. One row per library and GPU; `gpus` may be a single one.
 
     Columns: library, gpu, n_elements, n_loadable, stored_bytes, loadable_bytes, unloadable_bytes (reason I of the
     paper: no GPU of that kind can use it), unloadable_frac. Stored bytes; a concatenated element counts as loadable if
@@ -121,7 +121,7 @@ def loadable(elements: pd.DataFrame, gpus: Sequence[str]) -> pd.DataFrame:
     """
     tables = []
     slim = elements[["library", "region", "element", "member", "kind", "target"]].assign(stored_bytes=stored(elements))
-    for gpu in gpus:
+    for gpu in [gpus] if isinstance(gpus, str) else gpus:
         fitted = targets.fit(slim, gpu)
         fitted = fitted[fitted["member"].isna()]
         fitted["loadable_bytes"] = fitted["stored_bytes"].where(fitted["is_loadable"], 0)

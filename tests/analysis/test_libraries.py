@@ -39,6 +39,7 @@ def test_loadable_is_decided_by_region() -> None:
         {"region": 1, "element": 1, "target": "compute_80", "kind": "ptx", "kind_code": 1, "payload_bytes": 136},
     )
     answer = analysis.loadable(table, ["sm_90", "8.6"]).set_index("gpu")
+    assert list(analysis.loadable(table, "sm_90")["gpu"]) == ["sm_90"]
     # sm_90: the cubin of region 0; region 1 has no Hopper cubin, so its PTX is compiled.
     assert answer.loc["sm_90", "loadable_bytes"] == 1064 + 200
     # sm_86: the sm_80 cubins of both regions, no PTX.
