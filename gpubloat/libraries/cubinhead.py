@@ -10,7 +10,6 @@ different, the answer is None and the cubin is read whole, by its section header
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import numpy as np
 import zstandard
@@ -25,6 +24,7 @@ FIRST = 128 << 10  # one zstd block
 MOST = 0.75
 _NAMES_START = b"\0.shstrtab\0.strtab\0"
 _CODE_SECTION = re.compile(rb"\0\.text\.([^\0]+)")
+_MOST_ZEROS = 4096  # between the last name and the second symbol; real cubins have up to some hundred
 _AT = elf.EHDR.size
 # STT_NOTYPE, OBJECT, FUNC, SECTION, FILE, COMMON, TLS, and NVIDIA's own (13: a variable; 10: a texture or surface).
 _KNOWN_TYPES = np.isin(np.arange(16), [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13])
@@ -35,56 +35,68 @@ def read(reader: Reader, packed: memoryview, size: int) -> Contents | None:
     if size < 2 * FIRST or size > fatbin.MAX_UNCOMPRESSED:
         return None
     try:
-        for head in _prefixes(packed, size):
+        with fatbin.decompressor().stream_reader(packed) as stream:
+            head = _Head(stream, int(size * MOST))
             found = _symbols(head)
-            if isinstance(found, tuple):
-                symbols, names = found
-                if len(symbols) > cubin.MAX_SYMBOLS:
-                    return None
-                strings = elf.Strings(Reader(f"{reader.path}(element)", names), 0, len(names))
-                contents = cubin.of_symbols(symbols, strings)
-                return contents if _is_complete(head, symbols, strings, contents.kernels) else None
-            if not found:
-                return None
+        if found is None:
+            return None
+        symbols, names, sections = found
+        if len(symbols) > cubin.MAX_SYMBOLS:
+            return None
+        strings = elf.Strings(Reader(f"{reader.path}(element)", names), 0, len(names))
+        contents = cubin.of_symbols(symbols, strings)
+        return contents if _is_complete(sections, symbols, strings, contents.kernels) else None
     except (zstandard.ZstdError, FormatError):
-        pass  # reading it whole will say what is wrong, and where
-    return None
+        return None  # reading it whole will say what is wrong, and where
 
 
-def _prefixes(packed: memoryview, size: int) -> Iterator[bytes]:
-    """Longer and longer first parts of the content, up to `MOST` of it: beyond that, reading it whole is as good."""
-    head = b""
-    limit = int(size * MOST)
-    with fatbin.decompressor().stream_reader(packed) as stream:
-        while len(head) < limit:
-            piece = stream.read(min(max(FIRST, len(head)), limit - len(head)))
-            if not piece:
-                return  # the frame holds less than was declared
-            head += piece
-            yield head
+class _Head:
+    """The first part of a content, `data`: longer when asked for, up to `limit`, beyond which all is as good."""
+
+    def __init__(self, stream: zstandard.ZstdDecompressionReader, limit: int) -> None:
+        self.stream, self.limit = stream, limit
+        self.data = b""
+
+    def grow(self) -> bool:
+        """Twice as much, if there is more."""
+        piece = self.stream.read(min(max(FIRST, len(self.data)), self.limit - len(self.data)))
+        self.data += piece
+        return bool(piece)
+
+    def find(self, what: bytes, start: int) -> int:
+        """Where `what` is, at `start` or behind; -1 if it is not in what may be read."""
+        while (at := self.data.find(what, start)) < 0:
+            start = max(start, len(self.data) - len(what) + 1)
+            if not self.grow():
+                break
+        return at
 
 
-def _symbols(head: bytes) -> tuple[Array, bytes] | bool:
-    """The symbol table and its string table; True if they may lie behind the end of `head`, False if not in place."""
-    header = elf.header(Reader("", head))
-    if header.e_machine != elf.EM_CUDA or header.e_shstrndx != 1 or not head.startswith(_NAMES_START, _AT):
-        return False
+def _symbols(head: _Head) -> tuple[Array, bytes, bytes] | None:
+    """The symbol table, its string table and the section names; None if one of them is not in place."""
+    head.grow()
+    header = elf.header(Reader("", head.data))
+    if header.e_machine != elf.EM_CUDA or header.e_shstrndx != 1 or not head.data.startswith(_NAMES_START, _AT):
+        return None
     # `.strtab` starts with the same names as `.shstrtab`. Behind it lie zeros: padding, and the first symbol.
     strings = head.find(_NAMES_START, _AT + 1)
-    zeros = head.find(bytes(elf.SYM.itemsize), max(strings, 0))
-    if strings < 0 or zeros < 0:
-        return True
-    names = head[strings : zeros + 1]
-    second = zeros
-    while second < len(head) and not head[second]:
-        second += 1
-    start = second // 8 * 8 - elf.SYM.itemsize
+    zeros = head.find(bytes(elf.SYM.itemsize), strings) if strings >= 0 else -1
+    if zeros < 0:
+        return None
+    names = head.data[strings : zeros + 1]
     begins = np.zeros(len(names), bool)  # where a name begins
     begins[1:] = np.frombuffer(names, np.uint8)[:-1] == 0
     begins[0] = True
-    count, available = 256, (len(head) - start) // elf.SYM.itemsize
+    # The first symbol is all zeros, too; the second one starts with the number of its name.
+    behind = head.data[zeros + elf.SYM.itemsize : zeros + _MOST_ZEROS]
+    padding = len(behind) - len(behind.lstrip(b"\0"))
+    if padding == len(behind):
+        return None
+    start = stop = (zeros + elf.SYM.itemsize + padding) // 8 * 8 - elf.SYM.itemsize
+    count = 256
     while True:  # the table ends where its rules do; look at few at a time, since what follows is long
-        symbols = np.frombuffer(head, elf.SYM, min(count, available), start)
+        available = (len(head.data) - stop) // elf.SYM.itemsize
+        symbols = np.frombuffer(head.data, elf.SYM, min(count, available), stop)
         sound = (
             (symbols["st_name"] < len(names))
             & begins[np.minimum(symbols["st_name"], len(names) - 1)]
@@ -92,17 +104,20 @@ def _symbols(head: bytes) -> tuple[Array, bytes] | bool:
             & (symbols["st_info"] >> 4 <= elf.STB_WEAK)
             & ((symbols["st_shndx"] < header.e_shnum) | (symbols["st_shndx"] >= elf.SHN_LORESERVE))
         )
-        if not sound.all():
-            return symbols[: int(np.argmin(sound))], names
-        if count >= available:
-            return True
+        n_sound = len(symbols) if sound.all() else int(np.argmin(sound))
+        stop += n_sound * elf.SYM.itemsize
+        if n_sound < len(symbols):
+            break
+        if count >= available and not head.grow():
+            return None
         count *= 8
+    found = np.frombuffer(head.data, elf.SYM, (stop - start) // elf.SYM.itemsize, start)
+    return found, names, head.data[_AT:strings]
 
 
-def _is_complete(head: bytes, symbols: Array, strings: elf.Strings, kernels: list[str]) -> bool:
+def _is_complete(sections: bytes, symbols: Array, strings: elf.Strings, kernels: list[str]) -> bool:
     """Every function with a section is among the symbols, and every kernel among the symbols has a section."""
-    found = _CODE_SECTION.findall(head, _AT, head.find(_NAMES_START, _AT + 1))
-    with_code = {name.decode("utf-8", "backslashreplace") for name in found}
+    with_code = {name.decode("utf-8", "backslashreplace") for name in _CODE_SECTION.findall(sections)}
     missing = with_code.difference(kernels)
     if missing:
         is_other = (symbols["st_info"] & 0xF == elf.STT_FUNC) & (symbols["st_other"] & cubin.STO_CUDA_ENTRY == 0)
