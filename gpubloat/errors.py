@@ -17,6 +17,8 @@ class GpubloatError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint if hint is None else printable(hint)
+        if self.hint:  # what a traceback shows below the message
+            self.add_note(f"hint: {self.hint}")
 
     def __reduce__(self) -> tuple[object, ...]:
         # Exceptions travel back from worker processes; the default would replay __init__ with `args` alone.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
+import traceback
 
 import pytest
 
@@ -20,10 +22,19 @@ from gpubloat import errors
     ],
 )
 def test_errors_survive_pickling(error: errors.GpubloatError) -> None:
-    copy = pickle.loads(pickle.dumps(error))
-    assert type(copy) is type(error)
-    assert str(copy) == str(error)
-    assert copy.__dict__ == error.__dict__
+    again = pickle.loads(pickle.dumps(error))
+    assert type(again) is type(error)
+    assert str(again) == str(error)
+    assert again.__dict__ == error.__dict__
+
+
+def test_a_traceback_shows_the_hint_once_also_of_copies() -> None:
+    error = errors.SchemaError("elements", "kind", "bad", "look at\nit")
+    for shown in (error, pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error)))), copy.copy(error)):
+        lines = "".join(traceback.format_exception(shown)).splitlines()
+        assert lines == ["gpubloat.errors.SchemaError: table elements, column kind: bad", "hint: look at\\nit"]
+    plain = traceback.format_exception(errors.GpubloatError("bad"))
+    assert plain == ["gpubloat.errors.GpubloatError: bad\n"]
 
 
 def test_a_format_error_names_path_and_offset() -> None:

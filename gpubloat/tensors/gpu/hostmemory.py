@@ -56,8 +56,8 @@ class Pinned:
                     raise GpubloatError("the GPU sees host memory at other addresses than the host")
         except GpubloatError as error:
             self.close()
-            error.hint = "pinned memory may be limited: see ulimit -l, or free some"
-            raise
+            hint = "pinned memory may be limited: see ulimit -l, or free some"
+            raise GpubloatError(error.message, hint) from None
 
     def close(self) -> None:
         """Unregister. No kernel may be reading any more: PyTorch's work is waited for."""
