@@ -167,6 +167,22 @@ def test_verify_ends_with_1_where_addresses_differ(gpubloat: Command, small: Pat
     assert json.loads(done.out)["address_exact_frac"] < 1
 
 
+def test_verify_says_what_it_did_not_predict(gpubloat: Command, small: Path) -> None:
+    sample = Path(__file__).parents[1] / "data" / "samples" / "memory" / "settings.pickle.zst"
+    done = gpubloat("verify", sample)
+    assert (done.status, done.error) == (0, "")
+    assert "it predicted 321 of 413 segment events" in done.out
+    assert "note: with --limit SIZE the other 92 may be predicted, too" in done.out
+    assert "garbage collection depends on it" in done.out
+    right = gpubloat("verify", sample, "--limit", "1500MiB").out
+    assert "it predicted 413 of 413 segment events" in right
+    assert "note: " not in right
+    assert json.loads(gpubloat("verify", sample, "--limit", "1500MiB", "--json").out)["notes"] == []
+    (note,) = json.loads(gpubloat("verify", sample, "--limit", "3GiB", "--json").out)["notes"]
+    assert note == "another limit than 3GiB may explain the other 164"
+    assert "it predicted 2 of 2 segment events" in gpubloat("verify", small).out
+
+
 # report
 
 
@@ -204,6 +220,16 @@ def test_an_oom_event_says_what_would_have_helped(gpubloat: Command, tmp_path: P
     assert "fragmentation: 60.00 MiB were asked for, 8.00 MiB were free and 116.00 MiB unused" in done.out
     assert "MB to spare" in done.out
     assert "would have failed, too" in done.out
+
+
+def test_a_request_that_was_refused_asks_for_the_limit(gpubloat: Command) -> None:
+    sample = Path(__file__).parents[1] / "data" / "samples" / "memory" / "oom.pickle.zst"
+    without = gpubloat("report", sample).out
+    assert "driver_or_limit_refused: 16.00 MiB were asked for" in without
+    assert "  - if it was a limit, give it: --limit SIZE" in without
+    told = gpubloat("report", sample, "--limit", "1200MiB").out
+    assert "fragmentation: 16.00 MiB were asked for" in told
+    assert "--limit" not in told
 
 
 def test_a_pasted_message(gpubloat: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 MOST_REPLAYED = 3  # out-of-memory events
+_GIVE_LIMIT = "if it was a limit, give it: --limit SIZE judges within it, and says what would have helped"
 
 
 def tables(run: Run, is_at_peak: bool = False) -> dict[str, pd.DataFrame]:
@@ -35,6 +36,8 @@ def about(run: Run, limit_bytes: int | None = None) -> dict[str, Any]:
         is_worth_it = verdict.verdict == "fragmentation" and len(oom) < MOST_REPLAYED
         helped = records(oomtrace.would_have_helped(run, device, event, limit_bytes=limit_bytes)) if is_worth_it else []
         oom.append({"device": device, "event": event} | verdict.as_dict() | {"would_have_helped": helped})
+        if limit_bytes is None and verdict.verdict == "driver_or_limit_refused":
+            oom[-1]["advice"].insert(0, _GIVE_LIMIT)
     return {
         "format": about.get("format"),
         "history": about.get("history", {}),
@@ -125,6 +128,19 @@ def of_the_model(run: Run, table: pd.DataFrame, exact: float | None) -> list[str
                 f"the replay's {replayed / 1e6:,.1f}. A memory limit (give --limit) or pools that went back explain it"
             )
     return notes
+
+
+def of_the_segments(table: pd.DataFrame, limit: str | None) -> list[str]:
+    """What may explain segment events that a verification did not predict, if there are any."""
+    missed = int((table["n_segment_events"] - table["n_segment_predicted"]).sum())
+    if not missed:
+        return []
+    if limit is not None:
+        return [f"another limit than {printable(limit)} may explain the other {missed:,}"]
+    why = "no trace records what the allocator was allowed to take"
+    if table["settings"].str.contains("garbage_collection_threshold").any():
+        why += ", and garbage collection depends on it"
+    return [f"with --limit SIZE the other {missed:,} may be predicted, too: {why}"]
 
 
 def of_the_start(run: Run, table: pd.DataFrame) -> str:

@@ -186,14 +186,19 @@ def verify(
         run.to_csv(csv, force=force)
     table = run["verifications"]
     exact = _exact(table)
+    notes = diagnosis.of_the_segments(table, limit)
     if as_json:
-        print(json.dumps({"address_exact_frac": exact, "verifications": records(table)}))
+        print(json.dumps({"address_exact_frac": exact, "verifications": records(table), "notes": notes}))
     elif exact is None:
         print("the trace holds no allocation: there is nothing to compare")
     else:
         hidden = ["n_preexisting", "n_owners_of_gaps", "n_events"]
         print_table(shown(table.drop(columns=hidden)), title="recorded against replayed")
         print(_how_exact(table))
+        n, predicted = int(table["n_segment_events"].sum()), int(table["n_segment_predicted"].sum())
+        print(f"it predicted {predicted:,} of {n:,} segment events (memory taken from the driver or given back)")
+        for note in notes:
+            print(f"note: {note}")
     raise typer.Exit(0 if exact in (None, 1.0) else 1)
 
 
