@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import gpubloat
+
 PACKAGE = Path(__file__).parents[1] / "gpubloat"
 INSTRUMENTS = {"libraries", "tensors", "memory", "energy"}
 HEAVY = {"torch", "cuda", "pynvml", "jax", "dask", "distributed", "cupy"}
@@ -66,6 +68,19 @@ def test_gpu_libraries_are_imported_only_where_they_are_used(path: Path) -> None
     assert not at_top & HEAVY
     if part(path) in ("analysis", "plots", "tables", "run"):
         assert not {module.split(".")[0] for module, _ in imports(path)} & HEAVY
+
+
+@pytest.mark.parametrize("name", ["analysis", "plots"])
+def test_modules_of_analysis_and_plots_are_there_without_an_import(name: str) -> None:
+    code = f"import gpubloat; part = gpubloat.{name}; print(*dir(part)); print(*(getattr(part, n) for n in dir(part)))"
+    listed, loaded = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
+    there = {p.stem for p in (PACKAGE / name).glob("*.py")} - {"__init__"}
+    assert set(listed.split()) == there
+    assert loaded.count("<module 'gpubloat.") == len(there)
+    with pytest.raises(AttributeError, match=f"'gpubloat.{name}' has no attribute 'nonsense'"):
+        getattr(gpubloat, name).nonsense
 
 
 def test_no_module_is_too_long() -> None:
