@@ -1,4 +1,7 @@
-"""A Run: named tables and where they came from, in a folder of parquet files and one run.json."""
+"""A Run: named tables and where they came from, in a folder of parquet files and one run.json.
+
+pandas and pyarrow are loaded by what reads or writes tables: commands that end before that are quick.
+"""
 
 from __future__ import annotations
 
@@ -17,15 +20,15 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, BinaryIO
-
-import pandas as pd
-import pyarrow as pa
-import pyarrow.parquet as pq
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gpubloat import __version__
 from gpubloat.errors import FormatError, GpubloatError, SchemaError
 from gpubloat.tables import schema
+
+if TYPE_CHECKING:
+    import pandas as pd
+    import pyarrow.parquet as pq
 
 FLUSH_ROWS = 100_000
 PACKAGES = (
@@ -34,7 +37,7 @@ PACKAGES = (
 )  # fmt: skip
 
 
-class Run(Mapping[str, pd.DataFrame]):
+class Run(Mapping[str, "pd.DataFrame"]):
     """Tables by name, read from disk when first asked for, and a provenance record.
 
     ``run["elements"]`` is a DataFrame; ``run.provenance`` is the content of run.json: command, time, versions, GPUs,
@@ -75,6 +78,9 @@ class Run(Mapping[str, pd.DataFrame]):
             path = self.folder / f"{name}.parquet"
             if not path.exists():
                 raise GpubloatError(f"{path} is missing", "CSV exports cannot be read back: keep runs with --out")
+            import pyarrow as pa
+            import pyarrow.parquet as pq
+
             try:
                 frame = pq.read_table(path).to_pandas()
             except (OSError, pa.ArrowException) as error:
@@ -98,6 +104,8 @@ class Run(Mapping[str, pd.DataFrame]):
 
     def to_csv(self, folder: str | os.PathLike[str], *, force: bool = False) -> None:
         """Write every table as CSV, and run.json beside them; refuses a folder that is not empty unless `force`."""
+        import pyarrow.parquet as pq
+
         with replacing(Path(folder), force=force) as new:
             for name in self:
                 with (new / f"{name}.csv").open("w", encoding="utf-8", newline="") as file:
@@ -164,6 +172,8 @@ class RunWriter:
                 self._flush(name)
 
     def _flush(self, name: str) -> None:
+        import pandas as pd
+
         waiting, self._waiting[name] = self._waiting[name], []
         declared = schema(self.instrument, name)
         if not waiting:
@@ -178,6 +188,9 @@ class RunWriter:
                 self._write(name, declared.check(frame.iloc[start : start + FLUSH_ROWS], name))
 
     def _write(self, name: str, frame: pd.DataFrame) -> None:
+        import pyarrow as pa
+        import pyarrow.parquet as pq
+
         table = pa.Table.from_pandas(frame, preserve_index=False)
         if name not in self._files:
             path = self.folder / f"{name}.parquet"

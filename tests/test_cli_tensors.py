@@ -104,7 +104,7 @@ def test_refusals_write_nothing(tensors: Command, model: Path, tmp_path: Path) -
     assert "would be lost" in tensors("pack", model).refused()[0]
     assert "'7' bits" in tensors("pack", model, "--out", tmp_path / "m.ibp", "--chunk-bits", "7").refused()[0]
     assert "layout 'odd'" in tensors("pack", model, "--out", tmp_path / "m.ibp", "--layout", "odd").refused()[0]
-    assert "no such file" in tensors("stats", tmp_path / "none.npy").refused()[0]
+    assert "does not exist" in tensors("stats", tmp_path / "none.npy").refused()[0]
     assert not (tmp_path / "m.ibp").exists()
     assert tensors("pack", model, "--out", tmp_path / "m.ibp").status == 0
     content = (tmp_path / "m.ibp").read_bytes()

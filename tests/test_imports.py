@@ -80,7 +80,7 @@ def test_modules_of_analysis_and_plots_are_there_without_an_import(name: str) ->
     assert set(listed.split()) == there
     assert loaded.count("<module 'gpubloat.") == len(there)
     with pytest.raises(AttributeError, match=f"'gpubloat.{name}' has no attribute 'nonsense'"):
-        getattr(gpubloat, name).nonsense
+        print(getattr(gpubloat, name).nonsense)
 
 
 def test_no_module_is_too_long() -> None:
@@ -101,3 +101,26 @@ def test_import_is_fast_and_loads_nothing_heavy() -> None:
         times.append(float(out[0]))
         assert not set(out[1].split()) & (HEAVY | {"matplotlib", "pandas", "numpy", "pandera", "pyarrow", "typer"})
     assert min(times) < 0.1
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "--version", "--help", "libraries --help", "doctor", "memory report nosuch", "memory replay nosuch",
+        "memory verify nosuch", "tensors stats nosuch", "tensors pack nosuch --out x", "tensors unpack nosuch",
+        "libraries scan ./nosuch", "libraries debloat nosuch --out x", "libraries exec nosuch -- true",
+        "libraries verify nosuch -- true", "libraries apply nosuch", "libraries restore nosuch",
+        "report nosuch --html x.html",
+    ],
+)  # fmt: skip
+def test_what_ends_at_once_loads_nothing_heavy(words: str, tmp_path: Path) -> None:
+    code = (
+        f"import sys; sys.argv = ['gpubloat', *{words.split()}]\n"
+        "from gpubloat.cli import main\n"
+        "try: main()\n"
+        "except SystemExit as end: print('ended', end.code or 0, *sorted({m.split('.')[0] for m in sys.modules}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    ended, status, *loaded = done.stdout.splitlines()[-1].split()
+    assert (ended, status) == ("ended", "1" if "nosuch" in words else "0")
+    assert not set(loaded) & (HEAVY | {"matplotlib", "pandas", "numpy", "pandera", "pyarrow", "numba"})

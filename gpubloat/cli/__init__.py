@@ -60,10 +60,12 @@ def report_command(
     force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
 ) -> None:
     """Write one self-contained HTML page about a run: its figures, its tables, where it came from."""
-    from gpubloat import report
     from gpubloat.run import Run
 
-    report.write(Run.load(run), html, force=force)
+    opened = Run.load(run)
+    from gpubloat import report  # after what may be refused: it loads Matplotlib
+
+    report.write(opened, html, force=force)
     print(f"wrote {html}")
 
 

@@ -69,6 +69,13 @@ def two_folders(csv: Path | None, out: Path | None, force: bool) -> None:
             refuse_overwrite(folder, force)
 
 
+def refuse_missing(*paths: Path) -> None:
+    """Refuse what is not there at once: what would read it takes up to some seconds to load."""
+    for path in paths:
+        if not os.path.exists(path):
+            raise GpubloatError(f"{path} does not exist", "look at the name, and at the folder you are in")
+
+
 def shown(frame: pd.DataFrame) -> pd.DataFrame:
     """Bytes as MB and fractions as percent, with the unit in the heading."""
     import pandas as pd

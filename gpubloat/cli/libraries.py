@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -21,6 +22,7 @@ from gpubloat.cli.common import (
     print_problems,
     print_table,
     records,
+    refuse_missing,
     shown,
 )
 from gpubloat.errors import GpubloatError, printable
@@ -61,13 +63,14 @@ def scan(
     as_json: Json = False,
 ) -> None:
     """List where every byte of GPU libraries goes: sections, CPU functions, fatbin elements, kernels."""
+    refuse_missing(*(Path(path) for path in paths if "/" in path))  # others may be names of packages
+    for folder in (csv, out):  # refuse before the work, not after it
+        if folder is not None:
+            refuse_overwrite(folder, force)
     from gpubloat import libraries as instrument
     from gpubloat.analysis import libraries as analysis
     from gpubloat.tables import targets
 
-    for folder in (csv, out):  # refuse before the work, not after it
-        if folder is not None:
-            refuse_overwrite(folder, force)
     with executor(jobs) as pool:
         run = instrument.scan(
             paths,
@@ -127,14 +130,14 @@ def trace(
 
     Ends with the exit status of the command.
     """
-    from gpubloat.analysis import usage
-    from gpubloat.libraries.trace import Sources
-    from gpubloat.libraries.trace import trace as collect
-
     if out is None and csv is None:
         raise GpubloatError("the run would be lost", "say where to keep it: --out RUN")
     if csv is not None:
         refuse_overwrite(csv, force)
+    from gpubloat.analysis import usage
+    from gpubloat.libraries.trace import Sources
+    from gpubloat.libraries.trace import trace as collect
+
     with executor(jobs) as pool:
         run = collect(
             command or [],
@@ -195,10 +198,6 @@ def debloat(
 
     The originals are not touched. RUN is what trace --out or exec --out wrote; PATH is a library, a folder or a wheel.
     """
-    from gpubloat.analysis import debloat as analysis
-    from gpubloat.libraries.debloat import debloat as remove_unused
-    from gpubloat.libraries.prune import prune
-
     is_run = [(path / "run.json").exists() for path in inputs]
     if csv is not None:
         refuse_overwrite(csv, force)
@@ -209,6 +208,10 @@ def debloat(
         raise GpubloatError(
             f"{inputs[0]} is no run folder", "trace a command first, or name GPUs to keep code for: --targets sm_90"
         )
+    from gpubloat.analysis import debloat as analysis
+    from gpubloat.libraries.debloat import debloat as remove_unused
+    from gpubloat.libraries.prune import prune
+
     names = None if targets is None else targets.split(",")
     with executor(jobs) as pool:
         if all(is_run):
@@ -243,6 +246,7 @@ def execute(
     force: Force = False,
 ) -> None:
     """Run a command on the copies, without touching its environment. Ends with the exit status of the command."""
+    _refuse_other(folder)
     from gpubloat.libraries.execute import execute as run_on_copies
 
     status, run = run_on_copies(folder, command or [], guard=guard, out=out, force=force, command_line=command_line())
@@ -285,10 +289,11 @@ def verify(
 
     Exit status 1 unless the copies did what the originals did.
     """
-    from gpubloat.libraries.verify import verify as compare_runs
-
+    _refuse_other(folder)
     if csv is not None:
         refuse_overwrite(csv, force)
+    from gpubloat.libraries.verify import verify as compare_runs
+
     run = compare_runs(
         folder, command or [], repeat=repeat, compare=compare or (), ignore=ignore or (),
         loadings=loading.split(","), guard=guard, out=out, force=force, progress=True, command_line=command_line(),
@@ -324,6 +329,7 @@ def apply(
 
     System libraries that a run loaded are replaced, too, for every program and without a guard: look with --dry-run.
     """
+    _refuse_other(folder)
     from gpubloat.libraries import inplace, manifest
 
     if dry_run:
@@ -342,6 +348,7 @@ def apply(
 @app.command("restore")
 def restore(folder: Annotated[Path, typer.Argument(metavar="DIR", help="What debloat wrote.")]) -> None:
     """Give the originals back, byte for byte, after apply."""
+    _refuse_other(folder)
     from gpubloat.libraries import inplace
 
     restored = inplace.restore(folder)
@@ -349,6 +356,15 @@ def restore(folder: Annotated[Path, typer.Argument(metavar="DIR", help="What deb
         print(f"restored {printable(library)}")
     if not restored:
         print("nothing to restore: no copy of this folder is in place")
+
+
+def _refuse_other(folder: Path) -> None:
+    """Refuse a folder that debloat did not write at once: what would read it takes a second to load."""
+    if not os.path.exists(folder / "manifest.json"):
+        raise GpubloatError(
+            f"{folder} is no debloated folder: it has no manifest.json",
+            "give what gpubloat libraries debloat wrote with --out",
+        )
 
 
 def _about(run: Run) -> dict[str, object]:

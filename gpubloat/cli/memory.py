@@ -10,7 +10,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from gpubloat.cli import diagnosis
-from gpubloat.cli.common import Command, Csv, Force, Json, Out, command_line, print_table, records, shown
+from gpubloat.cli.common import (
+    Command,
+    Csv,
+    Force,
+    Json,
+    Out,
+    command_line,
+    print_table,
+    records,
+    refuse_missing,
+    shown,
+)
 from gpubloat.errors import GpubloatError
 from gpubloat.run import Run, RunWriter, refuse_overwrite
 
@@ -38,10 +49,10 @@ def record(
 
     Each further process that starts CUDA gets a file of its own, with a number. Ends with the command's exit status.
     """
-    from gpubloat.memory import recorder
-
     if out is None:
         raise GpubloatError("the recording would be lost", "say where to keep it: --out FILE")
+    from gpubloat.memory import recorder
+
     done = recorder.run(command or [], out, max_entries=max_entries, stacks=stacks, force=force)
     for path in done.snapshots:
         print(f"wrote {path}", file=sys.stderr)
@@ -76,8 +87,6 @@ def report(
     as_json: Json = False,
 ) -> None:
     """Say how fragmented memory is, which blocks keep which segments, and what an out-of-memory error was about."""
-    from gpubloat.memory import oom
-
     if snapshot is None and oom_message is None:
         raise GpubloatError("there is nothing to report on", "give a snapshot, or --oom-message TEXT")
     if snapshot is None and (csv or out):
@@ -85,6 +94,10 @@ def report(
     for folder in (csv, out):
         if folder is not None:
             refuse_overwrite(folder, force)
+    if snapshot is not None:
+        refuse_missing(snapshot)
+    from gpubloat.memory import oom
+
     found: dict[str, Any] = {}
     if oom_message is not None:
         found["oom_message"] = oom.diagnose(sys.stdin.read() if oom_message == "-" else oom_message).as_dict()
@@ -125,13 +138,14 @@ def replay(
 
     Without --allocator: the one that recorded it, expandable segments, stitching, and native cudaMalloc.
     """
-    from gpubloat import memory
-    from gpubloat.analysis import whatif
-
+    refuse_missing(snapshot)
     for folder in (csv, out):
         if folder is not None:
             refuse_overwrite(folder, force)
     wanted = [_allocator(text) for text in allocator or ()]
+    from gpubloat import memory
+    from gpubloat.analysis import whatif
+
     run = _opened(snapshot, None, False)
     replays, checked, first = _replayed(run, wanted, _size(limit))
     table = whatif.what_if(replays, bounds=memory.bounds(run)["bounds"])
@@ -177,10 +191,11 @@ def verify(
     Garbage collection (garbage_collection_threshold) can only be predicted with the limit, which no trace records.
     Exit status 1 unless all allocations are at their recorded address.
     """
-    from gpubloat import memory
-
+    refuse_missing(snapshot)
     if csv is not None:
         refuse_overwrite(csv, force)
+    from gpubloat import memory
+
     run = memory.verify(_opened(snapshot, None, False), limit_bytes=_size(limit), out=out, force=force)
     if csv is not None:
         run.to_csv(csv, force=force)

@@ -8,7 +8,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, shown, two_folders
+from gpubloat.cli.common import (
+    Csv,
+    Force,
+    Json,
+    Out,
+    command_line,
+    print_table,
+    records,
+    refuse_missing,
+    shown,
+    two_folders,
+)
 from gpubloat.errors import GpubloatError, printable
 from gpubloat.run import refuse_to_replace
 
@@ -45,10 +56,11 @@ def stats(
     as_json: Json = False,
 ) -> None:
     """Say which bits of which tensors never change, what packing would save, and what no code could do better than."""
+    refuse_missing(*files)
+    two_folders(csv, out, force)
     from gpubloat import tensors
     from gpubloat.analysis import tensors as analysis
 
-    two_folders(csv, out, force)
     run = tensors.stats(files, columns=columns, max_rows=max_rows, out=out, force=force, command=command_line())
     if csv is not None:
         run.to_csv(csv, force=force)
@@ -95,8 +107,6 @@ def pack(
     A row that would grow keeps its bytes, and takes four more for its length: tensors of one dimension, whose rows are
     single elements, grow.
     """
-    from gpubloat import tensors
-
     if out is None:
         raise GpubloatError("the packed tensors would be lost", "say where to keep them: --out FILE.ibp")
     if chunk_bits not in ("auto", "8", "16", "32", "64"):
@@ -104,6 +114,9 @@ def pack(
     refuse_to_replace(out, force)
     if out.exists() and any(file.exists() and out.samefile(file) for file in files):
         raise GpubloatError(f"{out} is one of the files to pack", "name another file")
+    refuse_missing(*files)
+    from gpubloat import tensors
+
     width: Any = chunk_bits if chunk_bits == "auto" else int(chunk_bits)
     packed: dict[str, Packed] = {}
     for file in files:
@@ -126,6 +139,7 @@ def unpack(
     as_json: Json = False,
 ) -> None:
     """Check a packed file and list it; with --out, write its tensors as they were."""
+    refuse_missing(file)
     from gpubloat import tensors
     from gpubloat.tensors import unpacked
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
 
 from gpubloat.errors import SchemaError
-from gpubloat.tables.base import Table
+
+if TYPE_CHECKING:
+    from gpubloat.tables.base import Table
 
 INSTRUMENTS = ("libraries", "tensors", "memory", "energy")
 
