@@ -6,13 +6,15 @@ import ctypes
 import importlib.metadata
 import os
 import platform
+import re
 import shutil
 import sys
 import tempfile
+from pathlib import Path
 from typing import NamedTuple
 
 from gpubloat import __version__
-from gpubloat.errors import MissingToolError
+from gpubloat.errors import MissingToolError, extra
 from gpubloat.native import build, headers
 
 
@@ -27,7 +29,7 @@ class Check(NamedTuple):
 
 def examine() -> list[Check]:
     """All checks. Looks only; loads the driver library, sets nothing, needs no GPU."""
-    return [_system(), _observation(), _memory(), _disk(), _driver(), _nvml(), *_compilers(), _cupti(), *_packages()]
+    return [_system(), _observation(), _memory(), _disk(), driver(), _nvml(), *_compilers(), _cupti(), *_packages()]
 
 
 def _system() -> Check:
@@ -61,7 +63,8 @@ def _disk() -> Check:
     return Check("disk", "yes", found)
 
 
-def _driver() -> Check:
+def driver() -> Check:
+    """Whether CUDA starts here, and on how many GPUs."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -86,7 +89,17 @@ def _nvml() -> Check:
         return Check("NVML", "limited", "the inactive package pynvml is installed", remedy)
     if "nvidia-ml-py" not in names:
         return Check("NVML", "no", "nvidia-ml-py is not installed", "pip install nvidia-ml-py")
-    return Check("NVML", "yes", f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}")
+    found = f"nvidia-ml-py {importlib.metadata.version('nvidia-ml-py')}"
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+        count = pynvml.nvmlDeviceGetCount()
+        pynvml.nvmlShutdown()
+    except pynvml.NVMLError as error:
+        remedy = "energies of a GPU need the NVIDIA driver, which brings NVML's library: look at nvidia-smi"
+        return Check("NVML", "no", f"{found}, but NVML does not start: {error}", remedy)
+    return Check("NVML", "yes", f"{found}, {count} GPUs")
 
 
 def _compilers() -> list[Check]:
@@ -110,11 +123,32 @@ def _cupti() -> Check:
 
 
 def _packages() -> list[Check]:
-    wanted = {"jupyterlab": "notebooks", "distributed": "scans on a Dask cluster", "torch": "tensors and GPU work"}
+    wanted = {
+        "jupyterlab": f"only for notebooks: {extra('notebooks')}",
+        "distributed": "only for scans on a Dask cluster: pip install distributed",
+    }
     checks = []
-    for name, purpose in wanted.items():
+    for name, remedy in wanted.items():
         try:
             checks.append(Check(name, "yes", importlib.metadata.version(name)))
         except importlib.metadata.PackageNotFoundError:
-            checks.append(Check(name, "no", "not installed", f"only for {purpose}: pip install {name}"))
-    return checks
+            checks.append(Check(name, "no", "not installed", remedy))
+    return [*checks, _torch()]
+
+
+def _torch() -> Check:
+    """Read, not imported: that takes seconds."""
+    use = "only for `energy` (or JAX), for `memory record` and stitching, and for `tensors` on a GPU"
+    try:
+        installed = importlib.metadata.distribution("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return Check("torch", "no", "not installed", f"{use}: pip install torch")
+    try:
+        about = Path(str(installed.locate_file("torch/version.py"))).read_text("utf-8")
+    except OSError:  # built in place
+        return Check("torch", "yes", installed.version)
+    platforms = re.findall(r"^(cuda|hip)\b[^=\n]*= *['\"]([^'\"\n]+)", about, re.MULTILINE)
+    if not platforms:
+        remedy = "enough for `energy diff --times-only`; work on a GPU needs another: pytorch.org/get-started/locally"
+        return Check("torch", "limited", f"{installed.version}, a build for CPUs alone", remedy)
+    return Check("torch", "yes", f"{installed.version}, built for {' '.join(platforms[0])}")

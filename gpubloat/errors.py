@@ -32,6 +32,12 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def extra(name: str) -> str:
+    """How to install what an extra of gpubloat brings: by name alone, pip would look for gpubloat on PyPI in vain."""
+    clone, installed = f"pip install -e '.[{name}]'", f"pip install 'gpubloat[{name}]'"
+    return f"{clone} in a clone of gpubloat, or {installed} where it is installed (it is not on PyPI)"
+
+
 def sentence(error: BaseException) -> str:
     """The first line of what an exception says, after its name; of ours, what it says."""
     if isinstance(error, GpubloatError):

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpubloat.errors import GpubloatError, MissingToolError
+from gpubloat.errors import GpubloatError, MissingToolError, extra
 
 
 def execute(folder: Path, timeout_s: int = 1200) -> Iterator[tuple[str, float]]:
@@ -20,7 +20,7 @@ def execute(folder: Path, timeout_s: int = 1200) -> Iterator[tuple[str, float]]:
         from nbclient import NotebookClient
         from nbclient.exceptions import CellExecutionError
     except ModuleNotFoundError as error:
-        raise MissingToolError(str(error.name), "pip install 'gpubloat[notebooks]'") from None
+        raise MissingToolError(str(error.name), extra("notebooks")) from None
     paths = sorted(folder.glob("*.ipynb"))
     if not paths:
         raise GpubloatError(f"{folder}: no notebooks", "run this from a clone of the repository, or give --notebooks")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from gpubloat import report
+from gpubloat import doctor, report
 from gpubloat.cli.memory import _allocator, _size
 from gpubloat.errors import GpubloatError
 from gpubloat.memory.allocators import NAMES, Caching, Driver
@@ -271,10 +271,20 @@ def test_a_command_is_recorded_and_its_status_is_ours(
     assert "1 processes were killed before they could write their history" in done.error
 
 
-def test_nothing_recorded_is_an_error(gpubloat: Command, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("state", "found", "said"),
+    [
+        ("no", "libcuda.so.1 not found", "no NVIDIA GPU can be used here (libcuda.so.1 not found)"),
+        ("yes", "CUDA 13.0, 1 GPUs", "python -I, -E and -S keep the recorder out"),
+    ],
+)
+def test_nothing_recorded_is_an_error(
+    gpubloat: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, state: str, found: str, said: str
+) -> None:
+    monkeypatch.setattr(doctor, "driver", lambda: doctor.Check("CUDA driver", state, found))
     sentence, hint = gpubloat("record", "--out", tmp_path / "a.pickle", "--", sys.executable, "-c", "pass").refused()
     assert "no Python process of the command started CUDA" in sentence
-    assert "-I" in hint
+    assert said in hint
     assert "say where to keep it" in gpubloat("record", "--", sys.executable).refused()[1]
     assert "no command" in gpubloat("record", "--out", tmp_path / "a.pickle").refused()[0]
 

@@ -40,3 +40,10 @@ def test_a_traceback_shows_the_hint_once_also_of_copies() -> None:
 def test_a_format_error_names_path_and_offset() -> None:
     error = errors.FormatError("lib.so", 64, "no magic")
     assert str(error) == "lib.so: at byte 64 (0x40): no magic"
+
+
+def test_an_extra_is_installed_from_a_clone_or_beside_gpubloat() -> None:
+    told = errors.MissingToolError("nbformat", errors.extra("notebooks")).hint
+    assert told is not None
+    assert "pip install -e '.[notebooks]' in a clone" in told
+    assert "pip install 'gpubloat[notebooks]' where it is installed (it is not on PyPI)" in told

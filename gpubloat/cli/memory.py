@@ -59,10 +59,15 @@ def record(
     if done.n_lost:
         print(f"note: {done.n_lost} processes were killed before they could write their history", file=sys.stderr)
     if not done.snapshots and not done.status:
-        raise GpubloatError(
-            "nothing was recorded: no Python process of the command started CUDA",
-            "the recorder comes in by PYTHONPATH; python -I, -E and -S keep it out",
+        from gpubloat import doctor
+
+        gpu = doctor.driver()
+        hint = (
+            "a PyTorch without CUDA starts none (see gpubloat doctor), and python -I, -E and -S keep the recorder out"
         )
+        if gpu.state != "yes":
+            hint = f"no NVIDIA GPU can be used here ({gpu.found}): record where there is one, and read it anywhere"
+        raise GpubloatError("nothing was recorded: no Python process of the command started CUDA", hint)
     raise typer.Exit(done.status if done.status >= 0 else 128 - done.status)
 
 

@@ -20,7 +20,7 @@ SEGMENT_WORDS = 128  # of unpack.cu
 STAGES = 4
 COUNT_COLUMNS, COUNT_PLANES = 256, 16  # of count.cu
 PAD = 128  # words of a codebook are a multiple
-INSTALL = "pip install 'gpubloat[gpu]' nvidia-cuda-nvrtc"
+INSTALL = "pip install cuda-python nvidia-cuda-nvrtc"
 
 
 @dataclass(frozen=True)
