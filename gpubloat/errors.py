@@ -64,11 +64,11 @@ class FormatError(GpubloatError):
 
 
 class SchemaError(GpubloatError):
-    """A table does not fit its declared schema."""
+    """A table does not fit its declared schema. `message` says what the table, or its column, is or does."""
 
     def __init__(self, table: str, column: str | None, message: str, hint: str | None = None) -> None:
         where = f"table {table}, column {column}" if column else f"table {table}"
-        super().__init__(f"{where}: {message}", hint)
+        super().__init__(f"{where} {message}", hint)
         self.table = table
         self.column = column
 

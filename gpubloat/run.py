@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 from gpubloat import __version__
@@ -102,8 +102,17 @@ class Run(Mapping[str, "pd.DataFrame"]):
             _write_json(new / "run.json", self.provenance)
         return Run.load(folder)
 
-    def to_csv(self, folder: str | os.PathLike[str], *, force: bool = False) -> None:
-        """Write every table as CSV, and run.json beside them; refuses a folder that is not empty unless `force`."""
+    def to_csv(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        force: bool = False,
+        more: Mapping[str, pd.DataFrame] = MappingProxyType({}),
+    ) -> None:
+        """Write every table, and those of `more`, as CSV, and run.json beside them, which lists them as `csv`.
+
+        Refuses a folder that is not empty unless `force`.
+        """
         import pyarrow.parquet as pq
 
         with replacing(Path(folder), force=force) as new:
@@ -114,7 +123,9 @@ class Run(Mapping[str, "pd.DataFrame"]):
                     parquet.schema_arrow.empty_table().to_pandas().to_csv(file, index=False)
                     for batch in parquet.iter_batches():
                         batch.to_pandas().to_csv(file, index=False, header=False)
-            _write_json(new / "run.json", self.provenance)
+            for name, table in more.items():
+                table.to_csv(new / f"{name}.csv", index=False)
+            _write_json(new / "run.json", self.provenance | {"csv": [*self, *more]})
 
     def __repr__(self) -> str:
         rows = ", ".join(f"{name} ({n:,})" for name, n in self.provenance["tables"].items())
@@ -281,7 +292,8 @@ def replacing_file(file: Path, force: bool) -> Iterator[BinaryIO]:
 class replacing:
     """Context manager: a new folder to write into, whose files move to `folder` only if the block succeeds.
 
-    With `force`, files of the same names are replaced and the tables of an older run are removed; other files stay.
+    With `force`, files of the same names are replaced and the tables of an older run, which its run.json lists, are
+    removed; other files stay.
     """
 
     def __init__(self, folder: Path, *, force: bool) -> None:
@@ -302,7 +314,7 @@ class replacing:
         try:
             if kind is None:
                 self.folder.mkdir(exist_ok=True)
-                for old in self.folder.glob("*.parquet") if (self.folder / "run.json").exists() else ():
+                for old in _tables_in(self.folder):
                     old.unlink()
                 for path in sorted(self.new.iterdir()):
                     os.replace(path, self.folder / path.name)
@@ -310,6 +322,17 @@ class replacing:
             shutil.rmtree(self.new, ignore_errors=True)
         if isinstance(error, OSError):
             raise GpubloatError(f"{self.folder} cannot be written: {error.strerror}") from None
+
+
+def _tables_in(folder: Path) -> list[Path]:
+    """The tables that run.json lists, parquet of a run or CSV of an export: all else in the folder is the user's."""
+    try:
+        record = json.loads((folder / "run.json").read_text("utf-8"))
+        names, suffix = (record["csv"], "csv") if "csv" in record else (record["tables"], "parquet")
+        paths = [folder / f"{name}.{suffix}" for name in names]
+    except (OSError, ValueError, KeyError, TypeError):  # no run.json, or none of ours
+        return []
+    return [path for path in paths if path.parent == folder and path.is_file()]
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -195,6 +195,8 @@ def test_the_report_of_a_snapshot(gpubloat: Command, small: Path, tmp_path: Path
     assert len(Run.load(tmp_path / "run")["events"])
     names = {p.name for p in (tmp_path / "csv").iterdir()}
     assert {"events.csv", "report_owners.csv", "report_peaks.csv", "report_pinned.csv", "run.json"} <= names
+    assert gpubloat("replay", small, "--csv", tmp_path / "csv", "--force").status == 0
+    assert {p.name for p in (tmp_path / "csv").iterdir()} == {"replays.csv", "verifications.csv", "run.json"}
     again = json.loads(gpubloat("report", tmp_path / "run", "--json").out)
     pinned = again["pinned"][0]
     parts = ("held_bytes", "pinned_bytes", "releasable_bytes", "unattributed_bytes")

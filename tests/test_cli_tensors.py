@@ -51,6 +51,28 @@ def test_stats_prints_savings_and_findings(tensors: Command, model: Path, tmp_pa
     assert len(pd.read_csv(tmp_path / "csv" / "bits.csv")) == len(run["bits"]) == 32 * 3 + 16 + 64
 
 
+def test_what_packing_makes_larger_is_no_saving_below_nothing(tensors: Command, tmp_path: Path) -> None:
+    file = tmp_path / "flat.npy"
+    np.save(file, np.random.default_rng(0).random(1000).astype(np.float32))
+    done = tensors("stats", file)
+    assert done.out.count("larger") == 3  # of packing, of the paper's, and in the sentence
+    assert "0.0% less; what packing makes larger counts as is" in done.out
+    assert "-" not in done.out
+    answer = json.loads(tensors("stats", file, "--json").out)
+    assert answer["tensors"][0]["best_frac"] < -1
+    packed = tensors("pack", file, "--out", tmp_path / "flat.ibp")
+    assert "larger" in packed.out
+    assert "% more)" in packed.out
+
+
+def test_help_says_what_is_required_and_what_force_replaces(tensors: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    helped = " ".join(tensors("pack", "--help").out.split())
+    assert "Write the packed tensors here (required)." in helped
+    assert "Replace the file." in helped
+    assert "Replace an older run in the folder; other files stay." in " ".join(tensors("stats", "--help").out.split())
+
+
 def test_stats_as_json_adds_up(tensors: Command, model: Path) -> None:
     found = json.loads(tensors("stats", model, "--json").out)
     sizes = {row["tensor"]: row["raw_bytes"] for row in found["tensors"]}

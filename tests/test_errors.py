@@ -16,7 +16,7 @@ from gpubloat import errors
     [
         errors.GpubloatError("a", "b"),
         errors.FormatError("lib.so", 64, "no magic", "hint"),
-        errors.SchemaError("elements", "kind", "bad"),
+        errors.SchemaError("elements", "kind", "is bad"),
         errors.DeviceError("absent", "no GPU"),
         errors.MissingToolError("gcc", "apt install gcc"),
     ],
@@ -29,10 +29,10 @@ def test_errors_survive_pickling(error: errors.GpubloatError) -> None:
 
 
 def test_a_traceback_shows_the_hint_once_also_of_copies() -> None:
-    error = errors.SchemaError("elements", "kind", "bad", "look at\nit")
+    error = errors.SchemaError("elements", "kind", "is bad", "look at\nit")
     for shown in (error, pickle.loads(pickle.dumps(pickle.loads(pickle.dumps(error)))), copy.copy(error)):
         lines = "".join(traceback.format_exception(shown)).splitlines()
-        assert lines == ["gpubloat.errors.SchemaError: table elements, column kind: bad", "hint: look at\\nit"]
+        assert lines == ["gpubloat.errors.SchemaError: table elements, column kind is bad", "hint: look at\\nit"]
     plain = traceback.format_exception(errors.GpubloatError("bad"))
     assert plain == ["gpubloat.errors.GpubloatError: bad\n"]
 

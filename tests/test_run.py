@@ -48,6 +48,36 @@ def test_csv_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "csv" / "run.json").read_text())["instrument"] == "libraries"
 
 
+def test_no_table_of_an_older_run_stays_and_no_file_of_the_users_goes(tmp_path: Path) -> None:
+    place, run = tmp_path / "place", write()
+    run.to_csv(place, more={"report_owners": pd.DataFrame({"n": [1]})})
+    assert {p.name for p in place.iterdir()} == {"problems.csv", "regions.csv", "report_owners.csv", "run.json"}
+    (place / "mine.csv").write_text("a\n1\n")
+    (place / "mine.parquet").write_text("mine")
+    with RunWriter("libraries", ["elements"], None, False) as writer:
+        other = writer.finish(provenance("test", {}, []))
+    other.to_csv(place, force=True)
+    assert {p.name for p in place.iterdir()} == {"elements.csv", "mine.csv", "mine.parquet", "run.json"}
+    run.save(place, force=True)  # a run in the place of an export, and the other way round
+    kept = {"mine.csv", "mine.parquet", "run.json"}
+    assert {p.name for p in place.iterdir()} == {"problems.parquet", "regions.parquet"} | kept
+    (place / "problems.csv").write_text("of the user")
+    other.to_csv(place, force=True)
+    assert {p.name for p in place.iterdir()} == {"elements.csv", "problems.csv"} | kept
+    assert (place / "problems.csv").read_text() == "of the user"
+
+
+@pytest.mark.parametrize("content", ["nonsense", "[1]", '{"csv": 7}', '{"csv": ["../out", "/x", 3], "tables": {}}'])
+def test_a_foreign_run_json_names_nothing_to_remove(tmp_path: Path, content: str) -> None:
+    place = tmp_path / "place"
+    place.mkdir()
+    (tmp_path / "out.csv").write_text("mine")
+    (place / "run.json").write_text(content)
+    write().to_csv(place, force=True)
+    assert (tmp_path / "out.csv").read_text() == "mine"
+    assert json.loads((place / "run.json").read_text())["csv"] == ["problems", "regions"]
+
+
 def test_a_temporary_run_goes_with_its_object() -> None:
     run = write()
     folder = run.folder
@@ -104,7 +134,7 @@ def test_a_folder_that_is_no_run(tmp_path: Path, content: str) -> None:
 
 def test_damaged_and_unknown_tables(tmp_path: Path) -> None:
     run = write(tmp_path / "run")
-    with pytest.raises(SchemaError) as caught:
+    with pytest.raises(SchemaError, match=r"^table kernels is not in this run") as caught:
         run["kernels"]
     assert caught.value.hint == "tables of this run: problems, regions"
     (tmp_path / "run" / "problems.parquet").write_bytes(b"PAR1")

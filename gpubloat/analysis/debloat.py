@@ -55,7 +55,7 @@ def by_library(reduction: pd.DataFrame) -> pd.DataFrame:
 
 
 def overview(reduction: pd.DataFrame, top: int = 20) -> pd.DataFrame:
-    """One row per library, the most removed first, then the other libraries, then the total.
+    """One row per library, the most removed first, then the other libraries, then the total, if several.
 
     Columns: library, file_bytes, on_disk_bytes (of the copy: holes take none), then cpu_code_bytes, n_functions,
     gpu_code_bytes, n_elements, each followed by the share that was removed: cpu_code_removed_frac and so on.

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import pandas as pd
 
+from gpubloat.errors import GpubloatError
 from gpubloat.tables import targets
 from gpubloat.tables.libraries import LABELS
 
 
 def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> pd.DataFrame:
-    """One row per library, the largest first, then one for all others, then the total.
+    """One row per library, the largest first, then one for all others, then the total, if there are several.
 
     Columns: library, file_bytes, gpu_code_bytes, cpu_code_bytes, other_bytes, n_functions, n_elements, n_kernels, and
     loadable_bytes (stored bytes of elements that the target could be given) if the scan had a target.
@@ -27,7 +28,10 @@ def overview(libraries: pd.DataFrame, elements: pd.DataFrame, top: int = 20) -> 
 
 
 def folded(table: pd.DataFrame, top: int) -> pd.DataFrame:
-    """The first `top` rows of a table by library, then one row for all others, then the total of all."""
+    """The first `top` rows of a table by library, then one row for all others, then the total of all.
+
+    Of a table of one row that is shown there is no total: it would say the same again.
+    """
     table = table.reset_index(drop=True)
     numbers = [c for c in table.columns if c != "library"]
 
@@ -39,8 +43,9 @@ def folded(table: pd.DataFrame, top: int) -> pd.DataFrame:
     rest = table.iloc[top:]
     parts = [table.iloc[:top]]
     if len(rest):
-        parts.append(summed(rest, f"({len(rest)} smaller files)"))
-    parts.append(summed(table, f"total of {len(table)} file{'' if len(table) == 1 else 's'}"))
+        parts.append(summed(rest, f"({len(rest)} smaller file{'' if len(rest) == 1 else 's'})"))
+    if len(table) != 1 or len(rest):
+        parts.append(summed(table, f"total of {len(table)} file{'' if len(table) == 1 else 's'}"))
     return pd.concat(parts, ignore_index=True)[list(table.columns)]
 
 
@@ -172,6 +177,9 @@ def pareto(table: pd.DataFrame, value: str, name: str = "library") -> pd.DataFra
 
     Columns: `name`, `value`, rank, rank_frac, cumulative_frac.
     """
+    for wanted in (value, name):
+        if wanted not in table.columns:
+            raise GpubloatError(f"the table has no column {wanted!r}", f"columns: {', '.join(map(str, table.columns))}")
     result = table[[name, value]].sort_values([value, name], ascending=[False, True], ignore_index=True)
     result["rank"] = range(1, len(result) + 1)
     result["rank_frac"] = result["rank"] / max(len(result), 1)

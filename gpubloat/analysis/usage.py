@@ -29,7 +29,7 @@ EXACT_WORKLOADS = 12  # all orders by way of 4096 subsets; with more workloads, 
 
 
 def overview(run: Mapping[str, pd.DataFrame], top: int = 20) -> pd.DataFrame:
-    """What one run used of each library, the largest first, then the other libraries, then the total.
+    """What one run used of each library, the largest first, then the others, then the total, if several.
 
     `run` has the tables loaded, libraries, used_functions, elements, evidence. Columns: library, file_bytes,
     cpu_code_bytes and its cpu_used_frac (bytes of functions that were entered; empty where none was watched), n_watched

@@ -13,7 +13,7 @@ import typer
 
 from gpubloat import __version__
 from gpubloat.cli import energy, libraries, memory, tensors
-from gpubloat.cli.common import Json
+from gpubloat.cli.common import ForceFile, Json
 from gpubloat.errors import GpubloatError
 
 app = typer.Typer(
@@ -57,7 +57,7 @@ def reproduce_command(
 def report_command(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run folder.")],
     html: Annotated[Path, typer.Option("--html", metavar="FILE", help="Where to write the page.")],
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    force: ForceFile = False,
 ) -> None:
     """Write one self-contained HTML page about a run: its figures, its tables, where it came from."""
     from gpubloat.run import Run

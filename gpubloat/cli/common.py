@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 
 Csv = Annotated[Path | None, typer.Option("--csv", metavar="DIR", help="Write every table as CSV into this folder.")]
 Out = Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Keep the run (parquet, run.json) here.")]
-Force = Annotated[bool, typer.Option("--force", help="Replace what is in the folder.")]
+Force = Annotated[bool, typer.Option("--force", help="Replace an older run in the folder; other files stay.")]
+ForceFile = Annotated[bool, typer.Option("--force", help="Replace the file.")]
 Jobs = Annotated[int, typer.Option("--jobs", "-j", min=1, help="Files to read at the same time.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")]
 Command = Annotated[

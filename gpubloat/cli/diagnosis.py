@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 from gpubloat.cli.common import print_table, records, shown
 from gpubloat.errors import printable
-from gpubloat.run import Run, replacing
 
 if TYPE_CHECKING:
     import pandas as pd
+
+    from gpubloat.run import Run
 
 MOST_REPLAYED = 3  # out-of-memory events
 _GIVE_LIMIT = "if it was a limit, give it: --limit SIZE judges within it, and says what would have helped"
@@ -87,10 +88,7 @@ def print_oom(oom: dict[str, Any], what: str) -> None:
 
 
 def export(run: Run, tables: dict[str, pd.DataFrame], folder: Path, force: bool) -> None:
-    run.to_csv(folder, force=force)
-    with replacing(folder, force=True) as new:
-        for name, table in tables.items():
-            table.to_csv(new / f"report_{name}.csv", index=False)
+    run.to_csv(folder, force=force, more={f"report_{name}": table for name, table in tables.items()})
 
 
 def readable(table: pd.DataFrame) -> pd.DataFrame:

@@ -110,7 +110,9 @@ def scan(
 @app.command("trace")
 def trace(
     command: Command = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="RUN", help="Keep the run here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="RUN", help="Keep the run here (this or --csv is required).")
+    ] = None,
     workload: Annotated[str, typer.Option(metavar="NAME", help="Name of the workload in the run.")] = "",
     target: Annotated[
         str | None, typer.Option(metavar="GPU", help="The GPU, where the run does not tell, for example sm_90.")
@@ -191,7 +193,9 @@ def debloat(
     zstd: Annotated[bool, typer.Option("--zstd", help="Also measure how well originals and copies compress.")] = False,
     jobs: Jobs = 1,
     csv: Csv = None,
-    force: Force = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace the whole debloated folder; with --csv, older tables.")
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Write copies without what was unused in these runs, or without what no GPU of the targets can use.

@@ -14,6 +14,7 @@ from gpubloat.cli.common import (
     Command,
     Csv,
     Force,
+    ForceFile,
     Json,
     Out,
     command_line,
@@ -38,12 +39,14 @@ Snapshot = Annotated[Path, typer.Argument(metavar="SNAPSHOT|RUN", help="A snapsh
 @app.command("record")
 def record(
     command: Command = None,
-    out: Annotated[Path | None, typer.Option("--out", metavar="FILE", help="Write the snapshot here.")] = None,
+    out: Annotated[
+        Path | None, typer.Option("--out", metavar="FILE", help="Write the snapshot here (required).")
+    ] = None,
     max_entries: Annotated[
         int, typer.Option(min=1, help="Events to keep per GPU; older ones are dropped.")
     ] = 1_000_000,
     stacks: Annotated[str, typer.Option(metavar="python|all", help="Frames to record; all adds C++.")] = "python",
-    force: Annotated[bool, typer.Option("--force", help="Replace the file.")] = False,
+    force: ForceFile = False,
 ) -> None:
     """Run a Python command unchanged and record what PyTorch's allocator does, from the start of CUDA to the end.
 

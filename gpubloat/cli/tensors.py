@@ -11,6 +11,7 @@ import typer
 from gpubloat.cli.common import (
     Csv,
     Force,
+    ForceFile,
     Json,
     Out,
     command_line,
@@ -77,7 +78,9 @@ def stats(
         print(f"hidden precision: {printable(str(row.label))}: {row.finding}")
     raw, packed = total["raw_bytes"], total["packed_bytes"]
     share = f", {total['saving_frac']:.1%} less" if raw else ""
-    print(f"together: {raw / 1e6:,.2f} MB, packed {packed / 1e6:,.2f} MB{share}; what would grow is counted as it is")
+    print(
+        f"together: {raw / 1e6:,.2f} MB, packed {packed / 1e6:,.2f} MB{share}; what packing makes larger counts as is"
+    )
     for place in (csv, out):
         if place is not None:
             print(f"wrote {place}")
@@ -86,20 +89,28 @@ def stats(
 def _stats(table: pd.DataFrame) -> pd.DataFrame:
     names = ["label", "dtype", "raw_bytes", "best_frac", "paper_frac", "chunk_bits"]
     bounds = ["marginal_bound_frac", "exponent_bound_frac", "joint_bound_frac"]
-    return shown(table[names + bounds].rename(columns={"label": "tensor", "best_frac": "saving_frac"}))
+    return _savings(table[names + bounds].rename(columns={"label": "tensor", "best_frac": "saving_frac"}))
+
+
+def _savings(table: pd.DataFrame) -> pd.DataFrame:
+    """As `shown`; what packing makes larger saves nothing, and its table says so."""
+    readable = shown(table)
+    for name in readable.columns.intersection(["saving %", "paper %"]):
+        readable[name] = readable[name].astype(object).mask(readable[name] < 0, "larger")
+    return readable
 
 
 @app.command("pack")
 def pack(
     files: Files,
     out: Annotated[
-        Path | None, typer.Option("--out", metavar="FILE.ibp", help="Write the packed tensors here.")
+        Path | None, typer.Option("--out", metavar="FILE.ibp", help="Write the packed tensors here (required).")
     ] = None,
     chunk_bits: Chunk = "auto",
     layout: Annotated[
         str, typer.Option(metavar="condensed|slots", help="Rows back to back, or each at its old distance.")
     ] = "condensed",
-    force: Force = False,
+    force: ForceFile = False,
     as_json: Json = False,
 ) -> None:
     """Pack all tensors of the files without loss into one file.
@@ -135,7 +146,7 @@ def unpack(
     out: Annotated[
         Path | None, typer.Option("--out", metavar="FILE.safetensors", help="Write the tensors, bit for bit, here.")
     ] = None,
-    force: Force = False,
+    force: ForceFile = False,
     as_json: Json = False,
 ) -> None:
     """Check a packed file and list it; with --out, write its tensors as they were."""
@@ -163,7 +174,7 @@ def _say_packed(packed: dict[str, Packed], as_json: bool, last: str) -> None:
     if as_json:
         print(json.dumps({"raw_bytes": raw, "packed_bytes": small, "tensors": records(table)}))
         return
-    print_table(shown(table), title="packed tensors")
+    print_table(_savings(table), title="packed tensors")
     share = f" ({abs(1 - small / raw):.1%} {'less' if small <= raw else 'more'})" if raw else ""
     print(f"{raw / 1e6:,.2f} MB, packed {small / 1e6:,.2f} MB{share}")
     print(last)

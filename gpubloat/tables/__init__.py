@@ -16,7 +16,9 @@ INSTRUMENTS = ("libraries", "tensors", "memory", "energy")
 def schema(instrument: str, name: str) -> type[Table]:
     """The schema of table `name` of `instrument`; SchemaError names the tables there are."""
     if instrument not in INSTRUMENTS:
-        raise SchemaError(name, None, f"unknown instrument {instrument!r}", f"known: {', '.join(INSTRUMENTS)}")
+        raise SchemaError(
+            name, None, f"is asked of an unknown instrument {instrument!r}", f"known: {', '.join(INSTRUMENTS)}"
+        )
     try:
         module = import_module(f"gpubloat.tables.{instrument}")
         declared: dict[str, type[Table]] = module.TABLES | getattr(module, "EXTRA_TABLES", {})

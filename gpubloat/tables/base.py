@@ -40,7 +40,7 @@ class Table(pa.DataFrameModel):  # type: ignore[misc]
             case = error.failure_cases.iloc[0]
             rows = len(error.failure_cases)
             raise SchemaError(
-                name, str(case["column"]), f"{case['check']} fails for {case['failure_case']!r} ({rows} such values)"
+                name, str(case["column"]), f"fails {case['check']} with {case['failure_case']!r} ({rows} such values)"
             ) from None
         return checked
 

@@ -101,9 +101,13 @@ class Packed:
     def gather(self, indices: Any, out: Any = None) -> Any:
         """Rows by number, decoded where `indices` are, a tensor of PyTorch: `gpu.torchuse.PackedTensor.gather`.
 
-        For a GPU the packed words are copied to pinned host memory once, and stay there as long as this object.
+        A list or an array of numbers counts as a tensor of the CPU. For a GPU the packed words are copied to pinned
+        host memory once, and stay there as long as this object.
         """
-        return (self._in_torch.pin() if indices.is_cuda else self._in_torch).gather(indices, out)
+        from gpubloat.tensors.gpu.torchuse import as_indices
+
+        wanted = as_indices(indices)
+        return (self._in_torch.pin() if wanted.is_cuda else self._in_torch).gather(wanted, out)
 
     @cached_property
     def _in_torch(self) -> Any:

@@ -8,6 +8,7 @@ import pandas as pd
 import pytest
 
 from gpubloat.analysis import libraries as analysis
+from gpubloat.errors import GpubloatError
 from gpubloat.tables.libraries import TABLES
 
 
@@ -72,6 +73,22 @@ def test_overview_folds_and_totals() -> None:
     assert answer["n_kernels"].tolist()[1:] == [7, 7]
     assert pd.isna(answer["n_kernels"].iloc[0])
     assert "loadable_bytes" not in answer
+
+
+def test_one_file_needs_no_total() -> None:
+    one = libraries({"library": "a"})
+    assert analysis.overview(one, elements({"library": "a"}))["library"].tolist() == ["a"]
+    folded = analysis.overview(one, elements({"library": "a"}), top=0)
+    assert folded["library"].tolist() == ["(1 smaller file)", "total of 1 file"]
+
+
+def test_pareto_names_the_columns_there_are() -> None:
+    table = libraries({"library": "a"})[["library", "file_bytes"]]
+    with pytest.raises(GpubloatError, match="the table has no column 'nope'") as caught:
+        analysis.pareto(table, "nope")
+    assert caught.value.hint == "columns: library, file_bytes"
+    with pytest.raises(GpubloatError, match="no column 'element'"):
+        analysis.pareto(table, "file_bytes", "element")
 
 
 def test_labels_close() -> None:

@@ -61,6 +61,20 @@ def test_wrong_indices_and_outputs_are_refused() -> None:
         packed.gather(torch.tensor([1]), out=torch.empty(1, 4, dtype=torch.float64))
 
 
+def test_numbers_of_rows_may_be_a_list_or_an_array() -> None:
+    x = weights(20, 8)
+    packed = packing.pack(x)
+    for given in ([1, 2], (2, 2), np.array([19, 0]), range(3)):
+        assert same(packed.gather(given), x[list(given)])
+        assert same(PackedTensor(packed).gather(given), x[list(given)])
+    assert packed.gather([]).shape == (0, 8)
+    for given in (["a"], [[1], [2, 3]], None):
+        with pytest.raises(GpubloatError, match="no numbers of rows"):
+            packed.gather(given)
+    with pytest.raises(GpubloatError, match=r"integers, not torch\.float"):
+        packed.gather([1.5])
+
+
 def test_chunks_cover_all_rows_once() -> None:
     packed = PackedTensor(packing.pack(weights(100, 33)))
     for most in (0, 1, 40, 1000, 1 << 30):

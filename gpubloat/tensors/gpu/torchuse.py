@@ -89,6 +89,7 @@ class PackedTensor:
         ------
         GpubloatError : not pinned; on the CPU, an index out of range.
         """
+        indices = as_indices(indices)
         out = self.room(indices, out)
         wanted = indices.reshape(-1).contiguous()
         if indices.device.type == "cpu":
@@ -205,6 +206,15 @@ def empty(shape: Any, dtype: Any, device: Any) -> Any:
     if device.type != "cpu":
         device = torch.device("cuda", launch.gpu(device).index)
     return torch.empty(shape, dtype=dtype, device=device)
+
+
+def as_indices(given: Any) -> Any:
+    """Numbers of rows as a tensor: a list or an array of them, too. GpubloatError if it is none."""
+    try:
+        found = torch.as_tensor(given)
+    except (TypeError, ValueError, RuntimeError):
+        raise GpubloatError("these are no numbers of rows", "give a tensor, an array or a list of integers") from None
+    return found if found.numel() or torch.is_tensor(given) else found.long()  # an empty list has no type
 
 
 def as_bytes(tensor: Any) -> Any:
