@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import stat
+import subprocess
+import sys
 from pathlib import Path
 
 import ml_dtypes
@@ -14,12 +16,20 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from gpubloat import Run, report
-from tests.commands import Command, command
+from gpubloat.cli.tensors import COMPILING
+from tests.commands import Command, Done, command
 
 
 @pytest.fixture
 def tensors(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Command:
-    return command("tensors", capfd, monkeypatch)
+    """`gpubloat tensors`; that loops are compiled is left out of what it says, since only the first test sees it."""
+    run = command("tensors", capfd, monkeypatch)
+
+    def without(*words: object) -> Done:
+        done = run(*words)
+        return done._replace(error=done.error.replace(f"{COMPILING}\n", ""))
+
+    return without
 
 
 @pytest.fixture
@@ -49,6 +59,17 @@ def test_stats_prints_savings_and_findings(tensors: Command, model: Path, tmp_pa
     run = Run.load(tmp_path / "run")
     assert set(run["tensors"]["tensor"]) == {"whole", "half", "cut", "counters", "empty"}
     assert len(pd.read_csv(tmp_path / "csv" / "bits.csv")) == len(run["bits"]) == 32 * 3 + 16 + 64
+
+
+@pytest.mark.slow
+def test_compiling_is_said_once_and_only_where_it_happens(tmp_path: Path) -> None:
+    np.save(tmp_path / "a.npy", np.arange(64, dtype=np.uint8).reshape(8, 8))
+    words = [sys.executable, "-m", "gpubloat", "tensors", "stats", str(tmp_path / "a.npy"), "--json"]
+    environment = os.environ | {"NUMBA_CACHE_DIR": str(tmp_path / "cache")}
+    first, again = (subprocess.run(words, capture_output=True, text=True, env=environment) for _ in range(2))
+    assert first.stderr == f"{COMPILING}\n"
+    assert again.stderr == ""
+    assert first.stdout == again.stdout != ""
 
 
 def test_what_packing_makes_larger_is_no_saving_below_nothing(tensors: Command, tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sys
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -33,6 +35,7 @@ app = typer.Typer(
     no_args_is_help=True,
     help="Bits of tensors that never change: how many, what leaving them out saves, and files without them.",
 )
+COMPILING = "gpubloat: the first use compiles loops for this machine, which takes up to half a minute"
 Files = Annotated[
     list[Path],
     typer.Argument(metavar="FILE...", help="safetensors (an index or a folder, too), npy, npz, zip .pth, .pt or .bin."),
@@ -62,7 +65,8 @@ def stats(
     from gpubloat import tensors
     from gpubloat.analysis import tensors as analysis
 
-    run = tensors.stats(files, columns=columns, max_rows=max_rows, out=out, force=force, command=command_line())
+    with _compiling_is_said():
+        run = tensors.stats(files, columns=columns, max_rows=max_rows, out=out, force=force, command=command_line())
     if csv is not None:
         run.to_csv(csv, force=force)
     table = analysis.against_bounds(run["tensors"], run["savings"])
@@ -130,12 +134,13 @@ def pack(
 
     width: Any = chunk_bits if chunk_bits == "auto" else int(chunk_bits)
     packed: dict[str, Packed] = {}
-    for file in files:
-        for tensor in tensors.tensors_in(file):
-            name = tensor.name if len(files) == 1 else f"{file.name}/{tensor.name}"
-            if name in packed:
-                raise GpubloatError(f"{name} is there twice", "pack the files one by one")
-            packed[name] = tensors.pack(tensor, tensors.fit(tensor, chunk_bits=width), layout)  # type: ignore[arg-type]
+    with _compiling_is_said():
+        for file in files:
+            for tensor in tensors.tensors_in(file):
+                name = tensor.name if len(files) == 1 else f"{file.name}/{tensor.name}"
+                if name in packed:
+                    raise GpubloatError(f"{name} is there twice", "pack the files one by one")
+                packed[name] = tensors.pack(tensor, tensors.fit(tensor, chunk_bits=width), layout)  # type: ignore[arg-type]
     tensors.save(out, packed, force=force)
     _say_packed(packed, as_json, f"wrote {out}")
 
@@ -156,8 +161,15 @@ def unpack(
 
     packed = tensors.load(file)
     if out is not None:
-        unpacked.write(out, packed, force)
+        with _compiling_is_said():
+            unpacked.write(out, packed, force)
     _say_packed(packed, as_json, f"{file} is whole" if out is None else f"wrote {out}")
+
+
+def _compiling_is_said() -> AbstractContextManager[None]:
+    from gpubloat.tensors.jit import compiling
+
+    return compiling(lambda: print(COMPILING, file=sys.stderr))
 
 
 def _say_packed(packed: dict[str, Packed], as_json: bool, last: str) -> None:

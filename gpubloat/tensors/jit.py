@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from typing import TypeVar, cast
 
 from numba import njit  # type: ignore[import-untyped]
+from numba.core import event  # type: ignore[import-untyped]
 
 F = TypeVar("F", bound=Callable[..., object])
 T = TypeVar("T")
@@ -31,6 +33,26 @@ def compiled(function: F) -> F:
         return cast(F, njit(cache=True, nogil=True)(function))
     except RuntimeError:  # no folder that can be written to keep it in: compile in every process
         return cast(F, njit(nogil=True)(function))
+
+
+class _First(event.Listener):  # type: ignore[misc]
+    def __init__(self, tell: Callable[[], None]) -> None:
+        self.tell: Callable[[], None] | None = tell
+
+    def on_start(self, _: object) -> None:
+        tell, self.tell = self.tell, None
+        if tell is not None:
+            tell()
+
+    def on_end(self, _: object) -> None:
+        pass
+
+
+@contextmanager
+def compiling(tell: Callable[[], None]) -> Iterator[None]:
+    """Call `tell` when the first loop of the block is compiled, which takes seconds; never if all are kept already."""
+    with event.install_listener("numba:compile", _First(tell)):
+        yield
 
 
 def in_blocks(work: Callable[[int, int], T], n_rows: int, n_bytes: int, threads: int = THREADS) -> list[T]:
