@@ -25,7 +25,7 @@ reproduce: sample
 	$(BIN)/gpubloat libraries scan $(SAMPLE) --target sm_90 --kernels --csv reports/nvjpeg --force
 
 test: $(VENV)/installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

@@ -64,13 +64,15 @@ def fetch(name: str, version: str, sha256: str, folder: Path, python: str | None
         return found
     folder.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--disable-pip-version-check", "--quiet"]
-    command += ["--only-binary=:all:", *(f"--platform={p}" for p in PLATFORMS), "--dest", str(folder)]
+    command += ["--only-binary=:all:", *(f"--platform={p}" for p in PLATFORMS)]
     command += ["--python-version", python] if python else []
     wanted = f"{name}=={version}" + (f" --hash=sha256:{sha256}" if sha256 else "")
-    with tempfile.TemporaryDirectory() as temporary:
+    with tempfile.TemporaryDirectory(prefix=".fetch-", dir=folder) as temporary:
         listed = Path(temporary, "requirements.txt")
         listed.write_text(wanted + "\n", encoding="utf-8")
-        ended = subprocess.run([*command, "-r", str(listed)], capture_output=True, text=True)
+        ended = subprocess.run([*command, "--dest", temporary, "-r", str(listed)], capture_output=True, text=True)
+        for wheel in Path(temporary).glob("*.whl"):  # whole at once: another process may be waiting for it, too
+            wheel.replace(folder / wheel.name)
     if ended.returncode:
         complaint = ended.stderr.strip()
         if "DO NOT MATCH THE HASHES" in complaint:
