@@ -208,7 +208,7 @@ class RunWriter:
             # Offsets and sizes as differences take half of what they take in a dictionary.
             numbers = {f.name for f in table.schema if pa.types.is_integer(f.type)}
             self._files[name] = pq.ParquetWriter(
-                path, table.schema, compression="zstd", compression_level=9,
+                path, table.schema, compression="zstd", compression_level=3,
                 use_dictionary=[column for column in table.column_names if column not in numbers],
                 column_encoding=dict.fromkeys(numbers, "DELTA_BINARY_PACKED"),
             )  # fmt: skip

@@ -20,7 +20,7 @@ from gpubloat.libraries.cubin import Contents
 from gpubloat.libraries.elf import Array
 from gpubloat.libraries.reader import Reader
 
-FIRST = 128 << 10  # one zstd block
+BLOCK = 128 << 10  # of zstd
 MOST = 0.75
 _NAMES_START = b"\0.shstrtab\0.strtab\0"
 _CODE_SECTION = re.compile(rb"\0\.text\.([^\0]+)")
@@ -32,7 +32,7 @@ _KNOWN_TYPES = np.isin(np.arange(16), [0, 1, 2, 3, 4, 5, 6, 10, 11, 12, 13])
 
 def read(reader: Reader, packed: memoryview, size: int) -> Contents | None:
     """What `cubin.read` would find in the `size` bytes of the zstd frame `packed`, or None: read it whole."""
-    if size < 2 * FIRST or size > fatbin.MAX_UNCOMPRESSED:
+    if size < 2 * BLOCK or size > fatbin.MAX_UNCOMPRESSED:
         return None
     try:
         with fatbin.decompressor().stream_reader(packed) as stream:
@@ -51,15 +51,18 @@ def read(reader: Reader, packed: memoryview, size: int) -> Contents | None:
 
 
 class _Head:
-    """The first part of a content, `data`: longer when asked for, up to `limit`, beyond which all is as good."""
+    """The first part of a content, `data`: longer when asked for, up to `limit`, beyond which all is as good.
+
+    What looks into `data` holds no view of it when it grows: it may move.
+    """
 
     def __init__(self, stream: zstandard.ZstdDecompressionReader, limit: int) -> None:
         self.stream, self.limit = stream, limit
-        self.data = b""
+        self.data = bytearray()
 
     def grow(self) -> bool:
-        """Twice as much, if there is more."""
-        piece = self.stream.read(min(max(FIRST, len(self.data)), self.limit - len(self.data)))
+        """A block more, if there is more."""
+        piece = self.stream.read(min(BLOCK, self.limit - len(self.data)))
         self.data += piece
         return bool(piece)
 
@@ -83,7 +86,7 @@ def _symbols(head: _Head) -> tuple[Array, bytes, bytes] | None:
     zeros = head.find(bytes(elf.SYM.itemsize), strings) if strings >= 0 else -1
     if zeros < 0:
         return None
-    names = head.data[strings : zeros + 1]
+    names = bytes(head.data[strings : zeros + 1])
     begins = np.zeros(len(names), bool)  # where a name begins
     begins[1:] = np.frombuffer(names, np.uint8)[:-1] == 0
     begins[0] = True
@@ -96,7 +99,8 @@ def _symbols(head: _Head) -> tuple[Array, bytes, bytes] | None:
     count = 256
     while True:  # the table ends where its rules do; look at few at a time, since what follows is long
         available = (len(head.data) - stop) // elf.SYM.itemsize
-        symbols = np.frombuffer(head.data, elf.SYM, min(count, available), stop)
+        some = head.data[stop : stop + min(count, available) * elf.SYM.itemsize]
+        symbols = np.frombuffer(some, elf.SYM)
         sound = (
             (symbols["st_name"] < len(names))
             & begins[np.minimum(symbols["st_name"], len(names) - 1)]
@@ -111,15 +115,17 @@ def _symbols(head: _Head) -> tuple[Array, bytes, bytes] | None:
         if count >= available and not head.grow():
             return None
         count *= 8
-    found = np.frombuffer(head.data, elf.SYM, (stop - start) // elf.SYM.itemsize, start)
-    return found, names, head.data[_AT:strings]
+    return np.frombuffer(head.data[start:stop], elf.SYM), names, bytes(head.data[_AT:strings])
 
 
 def _is_complete(sections: bytes, symbols: Array, strings: elf.Strings, kernels: list[str]) -> bool:
     """Every function with a section is among the symbols, and every kernel among the symbols has a section."""
     with_code = {name.decode("utf-8", "backslashreplace") for name in _CODE_SECTION.findall(sections)}
-    missing = with_code.difference(kernels)
+    entries = set(kernels)
+    if len(entries) != len(kernels) or not entries <= with_code:
+        return False
+    missing = with_code - entries
     if missing:
         is_other = (symbols["st_info"] & 0xF == elf.STT_FUNC) & (symbols["st_other"] & cubin.STO_CUDA_ENTRY == 0)
         missing.difference_update(strings.names(symbols["st_name"][is_other & (symbols["st_shndx"] != 0)]))
-    return not missing and len(set(kernels)) == len(kernels) and with_code.issuperset(kernels)
+    return not missing

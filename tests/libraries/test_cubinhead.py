@@ -21,7 +21,7 @@ def cubins(sample_wheel: Path) -> list[bytes]:
         with inputs.opened(entry) as reader:
             for region in regions.find(reader, elf.Elf(reader)).regions:
                 for element in region.elements:
-                    if element.kind == "cubin" and element.uncompressed_size >= 2 * cubinhead.FIRST:
+                    if element.kind == "cubin" and element.uncompressed_size >= 2 * cubinhead.BLOCK:
                         found.append(bytes(fatbin.payload(reader, element)))
     assert len(found) >= 5
     return found
