@@ -9,6 +9,7 @@ users on the GPU repeat the time of kernels and never count. Without a GPU, time
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import tempfile
 import time as clock
@@ -21,11 +22,15 @@ from typing import Any
 from gpubloat.energy.capture.records import Capture
 from gpubloat.energy.capture.torchops import randomness_restored
 from gpubloat.energy.kineto import KINDS, Event, Node, device_events, joined, launcher, trees
+from gpubloat.energy.unmarked import unmarked
 from gpubloat.errors import GpubloatError
 from gpubloat.optional import torch_module
 
 STEP = "gpubloat step"  # the mark around each repeat
 _WARM_UP = 2
+_REPEATS, _MOST_REPEATS = 5, 200
+_MOST_OPERATORS = 4000  # of all repeats, beyond the least: a trace is read in seconds
+_LEAST_US = 1e5  # of all repeats together: the median of a few calls of 20 us is not the same in the next run
 
 
 @dataclass(frozen=True)
@@ -55,6 +60,7 @@ class Timing:
     step, "not in kernels". not_joined_us : part of work_us that belongs to no captured operator.
     wall_us : a repeat without the profiler; None for a trace from a file.
     mismatches : a sentence for each captured operator that the trace lacks, or work that the capture lacks.
+    repeats_us : op_us of each repeat, for their spread.
     """
 
     source: str
@@ -69,23 +75,25 @@ class Timing:
     wall_us: float | None
     mismatches: tuple[str, ...]
     notes: tuple[str, ...]
+    repeats_us: tuple[Mapping[int, float], ...] = ()
 
     def of(self, op: int) -> tuple[Kernel, ...]:
         """The kernels of a captured operator in the first repeat."""
         return tuple(kernel for kernel in self.kernels if kernel.op == op and kernel.repeat == 0)
 
 
-def time(fn: Callable[..., Any], *args: Any, capture: Capture | None = None, repeats: int = 5) -> Timing:
+def time(fn: Callable[..., Any], *args: Any, capture: Capture | None = None, repeats: int | None = None) -> Timing:
     """Run ``fn(*args)``: twice to warm up, `repeats` times plain, `repeats` times under the profiler.
 
-    capture : of the same function and arguments; operators are joined to it.
+    capture : of the same function and arguments; operators are joined to it. repeats : default, 5, and of a short
+    function as many as take 0.1 s, at most 200, and fewer of one with many operators.
 
     Raises
     ------
     GpubloatError : a dispatch mode is active (PyTorch's profiler counts operators twice in it), repeats < 1.
     """
     torch = torch_module()
-    if repeats < 1:
+    if repeats is not None and repeats < 1:
         raise GpubloatError(f"repeats is {repeats}", "1 or more")
     if import_module("torch._C")._len_torch_dispatch_stack():
         raise GpubloatError("the profiler counts operators twice inside a dispatch mode", "time outside of it")
@@ -93,16 +101,21 @@ def time(fn: Callable[..., Any], *args: Any, capture: Capture | None = None, rep
     has_gpu = torch.cuda.is_available()
     finish = torch.cuda.synchronize if has_gpu else _nothing
     kinds = [profiler.ProfilerActivity.CPU, *([profiler.ProfilerActivity.CUDA] if has_gpu else [])]
-    walls = []
+
+    def wall_us() -> float:
+        finish()
+        start = clock.perf_counter()
+        fn(*args)
+        finish()
+        return (clock.perf_counter() - start) * 1e6
+
     with randomness_restored():
-        for n in range(_WARM_UP + repeats):
-            finish()
-            start = clock.perf_counter()
-            fn(*args)
-            finish()
-            if n >= _WARM_UP:
-                walls.append((clock.perf_counter() - start) * 1e6)
-        with profiler.profile(activities=kinds, record_shapes=True) as profile:
+        warm_us = min(wall_us() for _ in range(_WARM_UP))
+        if repeats is None:
+            most = min(_MOST_REPEATS, _MOST_OPERATORS // max(1, len(capture.ops) if capture is not None else 1))
+            repeats = max(_REPEATS, min(most, math.ceil(_LEAST_US / max(warm_us, 1.0))))
+        walls = [wall_us() for _ in range(repeats)]
+        with unmarked(profiler.profile(activities=kinds, record_shapes=True)) as profile:
             for n in range(repeats):
                 with profiler.record_function(f"{STEP} {n}"):
                     fn(*args)
@@ -261,4 +274,5 @@ def _summary(steps: list[_Step], capture: Capture | None, has_device: bool, wall
         wall_us=wall_us,
         mismatches=tuple(mismatches),
         notes=tuple(notes),
+        repeats_us=tuple(step.op_us for step in steps),
     )

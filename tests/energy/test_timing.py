@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import statistics
 from pathlib import Path
 from typing import Any
 
@@ -341,3 +343,29 @@ def test_random_numbers_are_as_before() -> None:
     state = torch.get_rng_state()
     time(lambda: torch.randn(3), repeats=1)
     assert torch.equal(state, torch.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("call_us", "n_operators", "repeats"), [(20, 1, 200), (2000, 1, 50), (50_000, 1, 5), (200, 400, 10), (9, 1000, 5)]
+)
+def test_short_functions_are_repeated_more_often(
+    monkeypatch: pytest.MonkeyPatch, call_us: int, n_operators: int, repeats: int
+) -> None:
+    from gpubloat.energy.capture import capture
+    from gpubloat.energy.timing import time
+
+    torch, _, _ = model()
+
+    def fn() -> Any:
+        y = torch.ones(3)
+        for _ in range(n_operators - 1):
+            y = y * 2
+        return y
+
+    found = capture(fn)
+    ticks = itertools.count()
+    monkeypatch.setattr("gpubloat.energy.timing.clock.perf_counter", lambda: next(ticks) * call_us / 1e6)
+    timing = time(fn, capture=found)
+    assert timing.n_repeats == len(timing.repeats_us) == repeats
+    assert timing.wall_us == pytest.approx(call_us)
+    assert timing.op_us[0] == statistics.median(one[0] for one in timing.repeats_us)
