@@ -22,6 +22,7 @@ HOST_S = 1.0  # of calls by which the host's CPU time is taken: it is counted in
 FAINT_W = 20.0  # over idle: below, active energies are too uncertain to compare
 BEHIND = 1.1  # times as long as in a graph: the host cannot keep up
 ORDER = ("A", "B", "B", "A")
+_SPOKEN = {"whole": "the whole functions"}
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ class Side:
 
 @dataclass(frozen=True)
 class Comparison:
-    """saved, active : of the board's energy, and of that without idle power.
+    """saved, active : of the board's energy, and of that without idle power. times : the same of time.
 
     time_ratio : time of the side that takes less energy over that of the other; B over A if energies are not known.
     idle_w : power of the idle GPU with a context. joules : `is_trusted` and `reason`, as `blocks.trusted` gives them.
@@ -54,6 +55,7 @@ class Comparison:
     blocks: tuple[Block, ...]
     saved: Saved | NotMeasured
     active: Saved | NotMeasured
+    times: Saved | NotMeasured
     time_ratio: float
     a: Side
     b: Side
@@ -75,6 +77,7 @@ def compare(
     subject: str = "function",
     n_blocks: int = LEAST_BLOCKS,
     seconds: float | None = None,
+    most_s: float | None = None,
     idle: Block | None = None,
     as_graph: bool = True,
     told: Told = silent,
@@ -91,6 +94,7 @@ def compare(
         measured once for each side and taken off.
     meter : is not closed. None: times only.
     seconds : of a block; default, 2 s or 20 ticks of the counter.
+    most_s : no further A B B A is begun after them, once there are 3.
     idle : of `blocks.idle`, measured before. Default, it is measured here.
     as_graph : False to run functions as called. told : hears which block is measured.
 
@@ -112,9 +116,12 @@ def compare(
         for side, work in works.items()
         if work.restore is not None
     }
-    found = []
+    found: list[Block] = []
+    until_s = math.inf if most_s is None else engine.clock.now() + most_s
     for order, side in enumerate(ORDER * n_blocks):
-        told(f"{subject}: {side}, block {order + 1} of {len(ORDER) * n_blocks}")
+        if order % len(ORDER) == 0 and order >= len(ORDER) * LEAST_BLOCKS and engine.clock.now() > until_s:
+            break
+        told(f"measuring {_SPOKEN.get(subject, subject)}: {side}, block {order + 1} of {len(ORDER) * n_blocks}")
         found.append(measured.block(works[side], meter, engine, seconds, subject, side, order))
     joules = trusted([*found, *copies.values(), *([idle] if idle is not None else [])])
     if not joules["is_trusted"] and meter is not None:
@@ -173,9 +180,9 @@ def _compared(
     why = next((one.notes for one in nets if one.notes), "").removeprefix("not measured: ")
     total = saved(NotMeasured(why) if why else log_ratios(sides, [one.call_j or math.nan for one in nets]))
     active = _active(sides, nets, idle_w, why)
-    times = log_ratios(sides, [one.call_s or math.nan for one in nets])
+    times = saved(log_ratios(sides, [one.call_s or math.nan for one in nets]))
     # B over A; the other way round if A takes less energy.
-    ratio = math.nan if isinstance(times, NotMeasured) else math.exp(-float(times.mean()))
+    ratio = math.nan if isinstance(times, NotMeasured) else math.exp(-times.log_ratio)
     if isinstance(total, Saved) and total.wasteful == "B":
         ratio = 1 / ratio
     made = {side: _side([n for n, s in zip(nets, sides) if s == side], works[side], hosts[side]) for side in "AB"}
@@ -185,7 +192,7 @@ def _compared(
         for side, one in made.items()
         if one.how == IN_A_GRAPH and one.called_s is not None and one.called_s > BEHIND * one.call_s
     ]
-    return Comparison(tuple(found), total, active, ratio, made["A"], made["B"], idle_w, joules, tuple(notes))
+    return Comparison(tuple(found), total, active, times, ratio, made["A"], made["B"], idle_w, joules, tuple(notes))
 
 
 def _active(sides: Sequence[str], nets: Sequence[Net], idle_w: float | None, why: str) -> Saved | NotMeasured:

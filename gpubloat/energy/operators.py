@@ -119,7 +119,7 @@ def replayed(
     block_s = measured.SETTLE_S + seconds + measured.GAP_S
     for number, group in enumerate(found, 1):
         op = capture.ops[group.ops[0]]
-        told(f"{op.name}, group {number} of {len(found)}")
+        told(f"operators: {op.name}, group {number} of {len(found)}")
         if not group.is_work:
             results.append(Measured(group, NO_KERNEL))
             continue

@@ -58,6 +58,8 @@ def test_what_is_saved_is_known_with_its_interval() -> None:
     assert result.saved.low_frac <= truth <= result.saved.high_frac
     assert result.saved.wasteful == "A"
     assert result.time_ratio == pytest.approx(0.75)
+    assert isinstance(result.times, Saved)
+    assert (result.times.wasteful, result.times.saved_frac) == ("A", pytest.approx(0.25))
     assert result.a.call_j == pytest.approx(1.2, rel=0.01)
     assert result.a.active_j == pytest.approx(0.002 * (600 - IDLE_W), rel=0.01)
     assert result.idle_w == pytest.approx(IDLE_W, rel=0.01)
@@ -212,3 +214,16 @@ def test_the_rig_itself_knows_its_energy() -> None:
     before = rig.power.energy_j(start_s)
     ran = rig.run(Work(Costs(0.001, 500), 10, ""), 2.0)
     assert rig.power.energy_j(ran.end_s) - before == pytest.approx(500 * (ran.end_s - start_s))
+
+
+def test_long_blocks_end_early_but_not_before_there_are_three() -> None:
+    def n_blocks(most_s: float | None) -> int:
+        rig = Rig()
+        found = compare(Costs(0.5, 600), Costs(0.5, 500), None, rig, n_blocks=10, seconds=0.5, most_s=most_s)
+        assert isinstance(found.times, Saved)
+        return found.times.n_blocks
+
+    calls_s = 4 * 7 * 0.5  # of each A B B A
+    assert n_blocks(None) == 10
+    assert n_blocks(1.0) == 3
+    assert n_blocks(4.5 * calls_s) == 5

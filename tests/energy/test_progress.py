@@ -26,10 +26,17 @@ def test_the_line_shows_the_words_and_ends(monkeypatch: pytest.MonkeyPatch) -> N
     assert not terminal.getvalue().endswith("\n")
 
 
-def test_nothing_is_written_where_nobody_looks(capsys: pytest.CaptureFixture[str]) -> None:
-    for wanted in (False, True):  # stderr is no terminal here
-        with shown(wanted) as told:
-            told("the whole step")
+def test_a_pipe_gets_each_stage_once(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(True) as told:  # stderr is no terminal here
+        for words in ("the whole step", "operators: aten::mm, group 1 of 2", "operators: aten::add, group 2 of 2"):
+            told(words)
+    found = capsys.readouterr()
+    assert (found.out, found.err) == ("", "gpubloat: the whole step\ngpubloat: operators\n")
+
+
+def test_nothing_is_written_to_those_who_do_not_ask(capsys: pytest.CaptureFixture[str]) -> None:
+    with shown(False) as told:
+        told("the whole step")
     found = capsys.readouterr()
     assert (found.out, found.err) == ("", "")
 
@@ -37,4 +44,4 @@ def test_nothing_is_written_where_nobody_looks(capsys: pytest.CaptureFixture[str
 def test_each_block_of_a_comparison_is_told() -> None:
     rig, heard = Rig(), list[str]()
     compare(Costs(0.001, 400.0), Costs(0.001, 300.0), rig.meter, rig, subject="whole", told=heard.append)
-    assert heard == [f"whole: {side}, block {n} of 12" for n, side in enumerate("ABBA" * 3, 1)]
+    assert heard == [f"measuring the whole functions: {side}, block {n} of 12" for n, side in enumerate("ABBA" * 3, 1)]
