@@ -16,6 +16,7 @@ from gpubloat.energy import meter as meters
 from gpubloat.energy import operators
 from gpubloat.energy.blocks import Block, trusted
 from gpubloat.energy.capture import Capture, capture
+from gpubloat.energy.capture.lines import raised_at
 from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.meter import Meter, NoDevice
 from gpubloat.energy.operators import Group, Measured
@@ -140,6 +141,12 @@ def measure(
             return writer.finish(record)
 
 
+def refuse_without_gpu() -> None:
+    """DeviceError if there is none that can be measured: before a user's file is loaded, and PyTorch with it."""
+    with contextlib.ExitStack() as held:
+        opened_meter(None, 0, held)
+
+
 def opened_meter(meter: Meter | None, index: int, held: contextlib.ExitStack) -> Meter:
     """The one that was given, or that of a GPU, which `held` closes. DeviceError if there is none."""
     if meter is not None:
@@ -172,13 +179,14 @@ def used_device(captured: Capture) -> str:
 
 @contextlib.contextmanager
 def failure_named(doing: str) -> Iterator[None]:
-    """An exception of the function is told in one sentence."""
+    """An exception of the function is told in one sentence, with the line where it was raised."""
     try:
         yield
     except GpubloatError:
         raise
     except Exception as error:
-        raise GpubloatError(f"the function failed while it was {doing}: {sentence(error)}") from error
+        where = raised_at(error)
+        raise GpubloatError(f"the function failed{where} while it was {doing}: {sentence(error)}") from error
 
 
 def _all(

@@ -129,7 +129,7 @@ def test_what_cannot_be_captured() -> None:
     def branches(x: Any) -> Any:
         return x if x.sum() > 0 else -x
 
-    with pytest.raises(GpubloatError, match=r"cannot be traced: TracerBoolConversionError") as info:
+    with pytest.raises(GpubloatError, match=r"cannot be traced at .*test_capture_jax.py:\d+: TracerBool") as info:
         capture(branches, jnp.ones(2))
     assert info.value.__cause__ is not None
     with pytest.raises(GpubloatError, match="returns no tensor"):

@@ -200,7 +200,7 @@ def failing(torch: Any, tmp_path: Path) -> Callable[[int, BaseException], Run]:
 def test_a_function_that_fails_later_is_told_in_one_sentence(
     failing: Callable[[int, BaseException], Run], number: int, tmp_path: Path
 ) -> None:
-    with pytest.raises(GpubloatError, match=r"failed while it was measured.*: OSError: the file is gone"):
+    with pytest.raises(GpubloatError, match=r"failed at .*test_measuring.py:\d+ while it was measured.*: OSError: the"):
         failing(number, OSError("the file is gone"))
     assert list(tmp_path.iterdir()) == []
 

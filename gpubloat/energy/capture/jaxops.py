@@ -63,7 +63,8 @@ def capture(
         closed = jax.make_jaxpr(of_arrays)(*arrays)
     except Exception as error:
         said = str(error).strip().split("\n")[0].rstrip(".")
-        raise GpubloatError(f"the function cannot be traced: {type(error).__name__}: {said}") from error
+        where = lines.raised_at(error)
+        raise GpubloatError(f"the function cannot be traced{where}: {type(error).__name__}: {said}") from error
     if not closed.jaxpr.outvars:
         raise GpubloatError("the function returns no tensor", "return what it computes, such as the loss")
     with Store.owned(keep_bytes, spill_bytes, folder) as store:

@@ -50,6 +50,25 @@ def here(outermost: CodeType | None = None) -> Stack:
     return Stack(tuple(found), is_backward, is_compiled)
 
 
+def raised(error: BaseException) -> Line | None:
+    """The line of the user's own code that an exception passed last; of installed packages if it passed none."""
+    passed = []
+    trace = error.__traceback__
+    while trace is not None:
+        code = trace.tb_frame.f_code
+        if shown(code.co_filename) is not None:
+            passed.append((code, trace.tb_lineno))
+        trace = trace.tb_next
+    own = [(code, number) for code, number in passed if not os.path.abspath(code.co_filename).startswith(_packages())]
+    return _line(*(own or passed)[-1]) if passed else None
+
+
+def raised_at(error: BaseException) -> str:
+    """`raised` as it is told behind other words; "" if it is not known."""
+    line = raised(error)
+    return "" if line is None else f" at {line.file}:{line.line}"
+
+
 @functools.lru_cache(maxsize=1 << 16)
 def _line(code: CodeType, number: int) -> Line:
     return at(code.co_filename, number, code.co_name)

@@ -53,7 +53,7 @@ def capture(
 
     Raises
     ------
-    GpubloatError : it returns no tensor, is no function, or raised; the message names the operator.
+    GpubloatError : it returns no tensor, is no function, or raised; the message names the operator and the line.
     """
     _refuse_unfit(fn)
     with Store.owned(keep_bytes, spill_bytes, folder) as store:
@@ -252,7 +252,8 @@ class _Recorder:
             if self.failed is not None and seen is self.failed[0]:
                 return self.failed[1]
             seen = seen.__cause__ or seen.__context__
-        return f"after {self.ops[-1].name} (operator {len(self.ops) - 1})" if self.ops else "before its first operator"
+        when = f"after {self.ops[-1].name} (operator {len(self.ops) - 1})" if self.ops else "before its first operator"
+        return when + lines.raised_at(error)
 
     def finish(self, outputs: list[int]) -> Capture:
         """Values that a write made and that were met later, through another view, are outputs of the write."""
