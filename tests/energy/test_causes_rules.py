@@ -352,6 +352,14 @@ def test_product_in_a_wider_type(torch: Any) -> None:
     assert "fp32 in A and in bf16 in B" in found.evidence
 
 
+def test_light_operators_in_a_wider_type(torch: Any) -> None:
+    x = torch.rand(64, 64)
+    found = compared(lambda x, _: torch.exp(x) * x, lambda _, y: torch.exp(y) * y, x.double(), x)
+    assert (found.kind, found.side) == ("precision", "a")
+    assert found.evidence == "aten::exp.default, aten::mul.Tensor computed in fp64 in A and in fp32 in B"
+    assert "in the type that B uses, if the accuracy is enough" in found.remedy
+
+
 def test_casts_there_and_back(torch: Any) -> None:
     found = compared(lambda x: torch.tanh(x.double().float()), lambda x: torch.tanh(x), torch.randn(64, 64))
     assert found.kind == "precision"

@@ -20,7 +20,10 @@ _COARSE = "the results agree only to the accuracy of the coarser type"
 
 
 def found(slow: Side, fast: Side) -> list[Finding]:
-    """The first of: other types, other cores, other settings, results apart as far as TF32; else casts."""
+    """The first of: other types, other cores, other settings, results apart as far as TF32; else casts.
+
+    Else the types of light operators, if those are all that differs.
+    """
     pairs = [(x, y) for x, y in aligned(slow, fast) if names.family(x.name) == names.family(y.name)]
     for one, other in pairs:
         if names.family(one.name) not in _HEAVY:
@@ -37,7 +40,7 @@ def found(slow: Side, fast: Side) -> list[Finding]:
                 )
                 remedy = f"{how}, if the accuracy is enough: {_COARSE}"
                 return [Finding("precision", f"{one.name} {evidence}", remedy, one, other, us, strength, switch)]
-    return _casts(slow, fast)
+    return _casts(slow, fast) or _other_types(slow, fast)
 
 
 def _floats(side: Side, op: Op) -> list[str]:
@@ -143,3 +146,17 @@ def _is_cast(side: Side, op: Op) -> bool:
         return False
     given, made = side.info(op.inputs[0]), side.info(op.outputs[0])
     return given.dtype != made.dtype and _size(given.dtype) > 1 and _size(made.dtype) > 1 and bool(made.shape)
+
+
+def _other_types(slow: Side, fast: Side) -> list[Finding]:
+    """The same operators in the same order, on wider types."""
+    if [op.name for op in slow.works] != [op.name for op in fast.works]:
+        return []
+    told = [(x, y, how[0]) for x, y in zip(slow.works, fast.works) if (how := _by_type(slow, x, fast, y)) is not None]
+    if not told:
+        return []
+    one, other, said = told[0]
+    ops = [x for x, _, _ in told]
+    us = max(0.0, slow.us(ops) - fast.us(y for _, y, _ in told))
+    remedy = f"compute {named(ops)} in the type that {fast.letter} uses, if the accuracy is enough: {_COARSE}"
+    return [Finding("precision", f"{named(ops)} {said}", remedy, one, other, us, 0.85)]

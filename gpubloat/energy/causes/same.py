@@ -15,10 +15,10 @@ def are_same(a: Side, b: Side) -> bool:
 
 def data(a: Side, b: Side) -> list[Finding]:
     """Of two sides that run the same: an input from outside with other values, and results that differ."""
-    made = {t for op in a.ops for t in op.outputs}
+    made, others_made = ({t for op in side.ops for t in op.outputs} for side in (a, b))
     for one, other in zip(a.works, b.works):
         for t, u in zip(one.inputs, other.inputs):
-            if t in made:
+            if t in made or u in others_made:  # of operands that only changed places, too
                 continue
             x, y = a.capture.value(t), b.capture.value(u)
             if x is None or y is None or np.array_equal(x, y, equal_nan=x.dtype.kind in "fc"):
