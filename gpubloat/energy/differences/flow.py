@@ -18,9 +18,10 @@ from gpubloat.energy import blocks as measured
 from gpubloat.energy.capture import Capture, capture
 from gpubloat.energy.causes import Cause, causes
 from gpubloat.energy.compare import Comparison
+from gpubloat.energy.differences.blame import between_operators, is_fair, scatter_note, slow_side, time_told
 from gpubloat.energy.differences.fix import fix
 from gpubloat.energy.differences.pair import Pair
-from gpubloat.energy.differences.regions import Found, alike, measured_group, parted, slow_side, weight
+from gpubloat.energy.differences.regions import Found, alike, measured_group, parted, weight
 from gpubloat.energy.differences.rows import comparison_row, region_row
 from gpubloat.energy.engines import Engine, engine_for
 from gpubloat.energy.match.regions import match
@@ -36,7 +37,7 @@ from gpubloat.run import Run, RunWriter, provenance, refuse_overwrite
 DEADLINE_S = 300.0
 TABLES = ["comparisons", "regions", "blocks"]
 _CHANGE_OUTPUTS = ("precision", "input data")  # causes that come with other outputs
-_TIMES_S = 0.5  # of a block that takes times only
+_TIMES_S, _TIMES_BLOCKS = 0.15, 10  # where only times are taken: 6 s in all; many blocks tell their spread
 METHOD = {
     "match": "tensors of both are equal if their elements are, up to the order of axes, on two inputs if there are two",
     "energy": "blocks A B B A, power by the slope of the energy counter between ticks, of the whole board; "
@@ -44,6 +45,8 @@ METHOD = {
     "saved": "1 - E_fast / E_slow",
     "verdict": "waste: the lower end of the share saved is over 5 % and over what A against A differs by, outputs are "
     "equal, and the time is at most 1 % longer",
+    "time": "where energies are not known, the side that takes longer is to blame, if surely by over 5 % in blocks "
+    "A B B A; in a region, if the middle halves of its repeats are so far apart",
     "cause": "rules on operators, strides, types, values and kernels of both sides; none knows what it is looking at",
 }
 
@@ -57,7 +60,7 @@ def diff(
     tolerance: float | None = None,
     meter: Meter | None = None,
     engine: Engine | None = None,
-    n_blocks: int = LEAST_BLOCKS,
+    n_blocks: int | None = None,
     seconds: float | None = None,
     deadline_s: float = DEADLINE_S,
     band: float | None = None,
@@ -73,7 +76,8 @@ def diff(
     """Compare ``a(*args)`` with ``b(*args)``.
 
     Takes 34 s for the whole functions, as much for A against itself, for each region that differs (of those that run
-    the same, as layers do, for one; most difference in time first, until the deadline) and for the fix.
+    the same, as layers do, for one; most difference in time first, until the deadline) and for the fix. Without
+    energies, 10 s or a little more: then times say which side is slow, if one takes surely over 5 % more, and why.
 
     Parameters
     ----------
@@ -82,7 +86,8 @@ def diff(
     again : arguments of both sides of a second run, with other values: what is equal on one input by coincidence is not
         equal on two.
     tolerance : relative error allowed between real outputs; default, by their types.
-    meter, engine, seconds, times_only, out, force : as in `measure`. n_blocks : of `compare`.
+    meter, engine, seconds, times_only, out, force : as in `measure`.
+    n_blocks : of `compare`; default 3, and 10 if only times are taken.
     band : what A against A differed by, measured before in this session; default, it is measured here.
     names, subject, case : what the tables call both sides, and the pair. progress : say on stderr what is being done.
 
@@ -96,6 +101,8 @@ def diff(
     """
     if out is not None:
         refuse_overwrite(Path(out), force)
+    if n_blocks is None:
+        n_blocks = _TIMES_BLOCKS if times_only else LEAST_BLOCKS
     if not deadline_s > 0 or n_blocks < LEAST_BLOCKS or (seconds is not None and not seconds > 0):
         raise GpubloatError(f"times have to be greater than 0, and there are {LEAST_BLOCKS} blocks at least")
     if band is not None and not 0 <= band < 1:
@@ -107,7 +114,7 @@ def diff(
         opened = None if times_only else opened_meter(meter, 0, held)
         told = held.enter_context(shown(progress))
         captures = _captured((a, b), sides, held, told)
-        second = None if again is None else _captured((a, b), again, held, told)
+        second = None if again is None else _captured((a, b), again, held, told, "on another input")
         device, other = map(used_device, captures)
         frameworks = [one.framework for one in captures]
         if len({*frameworks}) > 1 and device != other:
@@ -154,10 +161,11 @@ def _captured(
     args: tuple[tuple[Any, ...], tuple[Any, ...]],
     held: contextlib.ExitStack,
     told: Told,
+    how: str = "and keeping its values",
 ) -> tuple[Capture, Capture]:
     found = []
     for side, fn, given in zip("AB", fns, args):
-        told(f"running {side} once and keeping its values")
+        told(f"running {side} once {how}")
         try:
             found.append(held.enter_context(capture(fn, *given)))
         except GpubloatError as error:
@@ -179,7 +187,7 @@ def _all(
     pair.told("times by operator")
     pair.timings = (_timed(pair, 0), _timed(pair, 1))
     pair.notes += whole.notes
-    pair.said = verdict(whole.saved, whole.time_ratio, pair.outputs_equal, pair.band)
+    pair.said = _said(pair, whole)
     only = {"A": pair.matching.outputs.only_a, "B": pair.matching.outputs.only_b}
     if pair.said.verdict == WASTE and isinstance(whole.saved, Saved) and only[whole.saved.wasteful]:
         pair.said = Verdict(TRADE_OFF, f"{whole.saved.wasteful} returns more: the other may have computed less")
@@ -195,6 +203,15 @@ def _all(
     ]
     row = comparison_row(pair, whole, cause, names) | {"subject": subject, "case": case} | fixed.row()
     return row | {"notes": "; ".join(dict.fromkeys([*pair.notes, *fixed.notes]))}, rows, whole
+
+
+def _said(pair: Pair, whole: Comparison) -> Verdict:
+    said = verdict(whole.saved, whole.time_ratio, pair.outputs_equal, pair.band)
+    told = time_told(whole.times, pair.is_on_gpu)
+    if not pair.is_by_time or not told:
+        return said
+    pair.notes[:0] = filter(None, [scatter_note(whole.times, pair.is_on_gpu)])
+    return Verdict(said.verdict, f"{told}; energy was not measured: {said.reason}")
 
 
 def _timed(pair: Pair, side: int) -> Timing | None:
@@ -216,16 +233,24 @@ def _band(pair: Pair, given: float | None) -> float | NotMeasured:
 def _cause(pair: Pair, found: list[Found]) -> Cause | None:
     """Why the functions differ as wholes: the cause of the region with most of the difference.
 
-    If energies do not differ, only what concerns the host is told: its time may. If outputs differ, and not by what the
-    cause itself is about, the functions do not compute the same: then it is told where they part, and no remedy.
+    Where times have to tell, only the side that is surely slow is blamed. If energies do not differ, only what concerns
+    the host is told: its time may. If outputs differ, and not by what the cause itself is about, the functions do not
+    compute the same: then it is told where they part, and no remedy.
     """
     ranked = sorted(found, key=lambda one: weight(pair, one), reverse=True)
-    causes_ = [one.cause for one in ranked]
+    causes_ = [one.cause for one in ranked if one.cause is not None]
+    slow = slow_side(pair.whole)
     if not found:
-        causes_ = [causes(*pair.captures, None, *pair.timings, pair.hosts, slow=slow_side(pair.whole))]
+        causes_ = [causes(*pair.captures, None, *pair.timings, pair.hosts, slow=slow)]
     if pair.said.verdict == NO_DIFFERENCE:
         return next((cause for cause in causes_ if cause.kind.startswith("host")), None)
-    best = next((cause for cause in causes_ if cause.kind != "unknown"), causes_[0])
-    if pair.outputs_equal is not False or best.kind in _CHANGE_OUTPUTS:
-        return None if not found and best.kind == "unknown" else best
+    if not found:
+        causes_ = [cause for cause in causes_ if cause.kind != "unknown"]
+    if pair.is_by_time:
+        causes_ = [cause for cause in causes_ if is_fair(cause, slow)]
+        if found and slow and not causes_:
+            causes_ = [between_operators(slow)]
+    best = next((cause for cause in causes_ if cause.kind != "unknown"), next(iter(causes_), None))
+    if pair.outputs_equal is not False or (best is not None and best.kind in _CHANGE_OUTPUTS):
+        return best
     return parted(pair)

@@ -20,8 +20,10 @@ from gpubloat.energy.match.regions import Matching
 from gpubloat.energy.match.repeats import once
 from gpubloat.energy.meter import Meter, NotMeasured
 from gpubloat.energy.progress import Told, silent
-from gpubloat.energy.statistics import UNKNOWN, Verdict
+from gpubloat.energy.statistics import UNKNOWN, Saved, Verdict
 from gpubloat.energy.timing import Timing
+
+_MOST_S = 30.0  # of a comparison of times: functions of seconds are called a dozen times all the same
 
 
 @dataclass
@@ -91,9 +93,17 @@ class Pair:
 
         There the host computes, and its time is no waste beside another time.
         """
-        devices = [tensor.device for tensor in self.captures[0].tensors.values()]
-        on_gpu = self.meter is not None or any(device.startswith("cuda") for device in devices)
+        on_gpu = self.meter is not None or self.is_on_gpu
         return _hosts(self.whole) if self.whole is not None and on_gpu else None
+
+    @property
+    def is_on_gpu(self) -> bool:
+        return any(tensor.device.startswith("cuda") for tensor in self.captures[0].tensors.values())
+
+    @property
+    def is_by_time(self) -> bool:
+        """Whether times have to tell which side is slow."""
+        return self.whole is not None and not isinstance(self.whole.saved, Saved)
 
     def changes_inputs(self, side: int) -> bool:
         """Whether a function writes to what it is given: each call finds what the one before left."""
@@ -114,7 +124,9 @@ class Pair:
         return found
 
     def _how(self) -> dict[str, Any]:
-        return {"n_blocks": self.n_blocks, "seconds": self.seconds, "idle": self.idle, "told": self.told}
+        most_s = _MOST_S if self.meter is None else None
+        known = {"n_blocks": self.n_blocks, "seconds": self.seconds, "most_s": most_s}
+        return known | {"idle": self.idle, "told": self.told}
 
 
 def _hosts(whole: Comparison) -> tuple[float, float] | None:

@@ -8,12 +8,13 @@ from dataclasses import dataclass, replace
 from gpubloat.energy import blocks as measured
 from gpubloat.energy.causes import Cause, causes
 from gpubloat.energy.compare import Comparison
+from gpubloat.energy.differences.blame import blamed, slow_in, slow_side
 from gpubloat.energy.differences.pair import Pair
 from gpubloat.energy.engines import Work, of_replay
 from gpubloat.energy.match.regions import Region
 from gpubloat.energy.operators import identity
 from gpubloat.energy.replay import Refused, replayable
-from gpubloat.energy.statistics import TRADE_OFF, UNKNOWN, WASTE, Saved, Verdict, verdict
+from gpubloat.energy.statistics import TRADE_OFF, UNKNOWN, WASTE, Verdict, verdict
 from gpubloat.errors import DeviceError, sentence
 
 
@@ -29,6 +30,7 @@ class Alone:
 class Found:
     """Of one region that differs. comparison, alone : None if it was not measured so. note : why neither is there.
 
+    cause : None where neither side surely takes longer, and times are all that is known.
     n_same : regions that run the same, this one with them.
     """
 
@@ -36,7 +38,7 @@ class Found:
     comparison: Comparison | None
     alone: Alone | None
     said: Verdict
-    cause: Cause
+    cause: Cause | None
     note: str
     n_same: int = 1
 
@@ -80,8 +82,9 @@ def weight(pair: Pair, found: Found) -> tuple[bool, bool, float, float]:
     elif found.comparison is not None and found.comparison.a.call_j and found.comparison.b.call_j:
         apart_j = _excess(pair, found.comparison.a.call_j, found.comparison.b.call_j)
     times = [region_s(pair, side, found.region) or 0.0 for side in (0, 1)]
-    is_known = found.cause.kind != "unknown"
-    is_first = bool(apart_j) or found.cause.kind != "layout"
+    kind = "unknown" if found.cause is None else found.cause.kind
+    is_known = kind != "unknown"
+    is_first = bool(apart_j) or kind != "layout"
     return is_known, is_first, found.n_same * apart_j, found.n_same * _excess(pair, *times)
 
 
@@ -98,14 +101,18 @@ def parted(pair: Pair) -> Cause:
         for capture, rest in zip(pair.captures, (pair.matching.a_rest, pair.matching.b_rest))
     ]
     told = [
-        f"{op.name} of {letter}" + (f" ({op.lines[0]})" if op.lines else "")
+        f"{op.name} of {letter}" + (f" ({op.lines[0].file}:{op.lines[0].line})" if op.lines else "")
         for letter, op in zip("AB", firsts)
         if op is not None
     ]
-    where = f"from {' and '.join(told)} on" if told else "and it is not known where"
+    what = (
+        f"the functions part at {' and '.join(told)}: what they compute from there on is not equal"
+        if told
+        else "the functions return what is not equal, and it is not known where they part"
+    )
     a_line, b_line = (op.lines[0] if op is not None and op.lines else None for op in firsts)
     return Cause(
-        "unknown", f"the functions do not compute the same, {where}", a_line, b_line,
+        "unknown", what, a_line, b_line,
         "make the outputs equal first, or allow their difference by a tolerance",
     )  # fmt: skip
 
@@ -129,7 +136,7 @@ def measured_group(pair: Pair, group: list[Region], is_only: bool) -> list[Found
     found, lines = [replace(first, note=note)], _lines(pair, group[0])
     for other in group[1:]:
         is_loop = _lines(pair, other) == lines  # else layers are written out, each on its own lines
-        cause = first.cause if is_loop else replace(first.cause, a_line=None, b_line=None)
+        cause = first.cause if is_loop or first.cause is None else replace(first.cause, a_line=None, b_line=None)
         found.append(replace(first, region=other, cause=cause, note=note))
     return found
 
@@ -145,11 +152,20 @@ def _measured_region(pair: Pair, region: Region, is_only: bool) -> Found:
     if not (is_only and _is_all(pair, region)):
         comparison, alone, note = _measured(pair, region)
         said = _said(pair, region, comparison, alone, note)
+    if pair.is_by_time:
+        slow = slow_in(pair, region, is_only)
+        cause = causes(*pair.captures, region, *pair.timings, pair.hosts, slow=slow or slow_side(pair.whole))
+        return Found(region, comparison, alone, _by_time(said, slow), blamed(cause, slow), note)
     slow = slow_side(comparison) if alone is None else "ab"[alone.side]
     if not slow and None in pair.timings:  # as of JAX: nothing is known of the region but what the whole takes
         slow = slow_side(pair.whole)
     cause = causes(*pair.captures, region, *pair.timings, pair.hosts, slow=slow)
     return Found(region, comparison, alone, said, cause, note)
+
+
+def _by_time(said: Verdict, slow: str) -> Verdict:
+    told = f"{slow.upper()} surely takes longer" if slow else "neither side surely takes longer"
+    return replace(said, reason=f"{told}; energy was not measured: {said.reason}")
 
 
 def _said(pair: Pair, region: Region, comparison: Comparison | None, alone: Alone | None, note: str) -> Verdict:
@@ -210,10 +226,3 @@ def _replayed(pair: Pair, region: Region) -> tuple[Comparison | None, Alone | No
     block = measured.block(work, pair.meter, pair.engine, pair.seconds, f"region of {'AB'[side]} alone", "AB"[side])
     pair.blocks.append(block)
     return None, Alone(side, block.call_j), ""
-
-
-def slow_side(comparison: Comparison | None) -> str:
-    """ "a" or "b", the side that takes more energy; "" if that is not known."""
-    if comparison is None or not isinstance(comparison.saved, Saved):
-        return ""
-    return comparison.saved.wasteful.lower()
