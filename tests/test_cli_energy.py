@@ -123,6 +123,7 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Rig:
         return original(fn, *args, meter=made.meter, engine=made, seconds=1.0, **options)
 
     monkeypatch.setattr(measuring, "measure", measure)
+    monkeypatch.setattr("gpubloat.energy.meter.open_meter", lambda _: made.meter)
     return made
 
 
@@ -175,13 +176,27 @@ def test_measure_times_only(energy: Command, model: Path, monkeypatch: pytest.Mo
     assert "CO2e" not in done.out
 
 
-def test_measure_without_a_gpu_says_one_sentence(
-    energy: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("verb", ["measure", "diff"])
+def test_without_a_gpu_it_says_one_sentence_before_the_file_is_run(
+    energy: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, verb: str
 ) -> None:
     monkeypatch.setitem(sys.modules, "pynvml", None)
-    (tmp_path / "plain.py").write_text("def f(): raise SystemError")
-    sentence, _ = energy("measure", tmp_path / "plain.py").refused()
+    monkeypatch.setitem(sys.modules, "torch", None)  # nor is PyTorch looked for
+    file = tmp_path / "plain.py"
+    file.write_text("from pathlib import Path\nPath(__file__).with_name('ran').touch()\ndef f(): raise SystemError")
+    sentence, hint = energy(verb, *[file] * {"measure": 1, "diff": 2}[verb]).refused()
     assert "nvidia-ml-py is not installed" in sentence
+    assert "without a GPU, take times only (--times-only)" in hint
+    assert not (tmp_path / "ran").exists()
+
+
+def test_help_says_what_needs_a_gpu_and_which_units_and_defaults_there_are(energy: Command) -> None:
+    listed = " ".join(re.sub(r"[│\n]", " ", energy("--help").out).split())
+    assert listed.count("Needs a GPU") == 3
+    assert listed.count("Needs a GPU, or --times-only") == 2
+    of_diff = " ".join(re.sub(r"[│\n]", " ", energy("diff", "--help").out).split())
+    for words in ("--deadline SECONDS", "[default: 300.0]", "--tolerance FRAC", "fp32 0.00001", "works without a GPU"):
+        assert words in of_diff
 
 
 @pytest.mark.parametrize(
@@ -203,8 +218,9 @@ def inputs(seed):
     return (torch.randn(32, 32, generator=torch.Generator().manual_seed(seed)),)
 
 def slow(x):
-    copy = x.clone()
-    return torch.tanh(copy @ x)
+    for _ in range(20):
+        x = x.clone()
+    return torch.tanh(x @ x)
 
 def fast(x):
     return torch.tanh(x @ x)
@@ -221,16 +237,34 @@ def test_diff_without_energies_says_what_differs_and_why(energy: Command, tmp_pa
     (tmp_path / "plain.py").write_text("def fast(x):\n    return (x @ x).tanh()\n")  # with the inputs of A's file
     done = energy("diff", f"{file}:slow", tmp_path / "plain.py", "--times-only", "--out", tmp_path / "run")
     assert done.status == 0, done.error
-    assert "verdict: not measured: only times were asked for" in done.out
+    said = r"verdict: not measured: B takes [\d.]+% of A's time \(.*\), on the CPU; energy was not measured: only times"
+    assert re.search(said, done.out)
     assert "outputs: equal" in done.out
     assert "cause: extra copy" in done.out
-    assert re.search(r"A: .*step\.py:8 slow", done.out)
+    assert re.search(r"A: .*step\.py:9 slow", done.out)
+    stages = done.error.splitlines()
+    assert stages[0] == "gpubloat: running A once and keeping its values"
+    assert stages[-2:] == ["gpubloat: measuring the whole functions", "gpubloat: times by operator"]
+    assert all(line.startswith("gpubloat: ") for line in stages)
     assert "one input only" not in done.out
     run = Run.load(tmp_path / "run")
     assert run["comparisons"].iloc[0]["a"] == "step.py:slow"
     found = json.loads(energy("diff", f"{file}:slow", f"{file}:other", "--times-only", "--json").out)
     assert found["comparison"]["outputs_equal"] is False
     assert found["verdict"] == "not measured"
+    assert "% of A's time (" in found["comparison"]["reason"]
+
+
+def test_a_function_that_raises_in_a_diff_is_told_with_its_line(energy: Command, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    file = tmp_path / "step.py"
+    file.write_text(FUNCTIONS + "\ndef lost(x):\n    return {}[len(x * 2)]\n")
+    done = energy("diff", f"{file}:fast", f"{file}:lost", "--times-only")
+    assert done.status == 1
+    sentence = done.error.splitlines()[-1]
+    assert re.fullmatch(
+        r"gpubloat: B: the function failed after aten::mul\.Tensor .* at step\.py:19: KeyError: 32", sentence
+    )
 
 
 def test_diff_refuses_in_one_sentence(energy: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -239,7 +273,7 @@ def test_diff_refuses_in_one_sentence(energy: Command, tmp_path: Path, monkeypat
     file.write_text(FUNCTIONS)
     monkeypatch.setitem(sys.modules, "pynvml", None)
     for arguments, said in (
-        ((f"{file}:slow", f"{file}:gone"), "has no function gone"),
+        ((f"{file}:slow", f"{file}:gone", "--times-only"), "has no function gone"),
         ((f"{file}:slow", tmp_path / "no.py"), "does not exist"),
         ((f"{file}:slow", f"{file}:fast"), "nvidia-ml-py is not installed"),
         ((f"{file}:slow", f"{file}:fast", "--csv", tmp_path / "x", "--out", tmp_path / "x"), "name two folders"),

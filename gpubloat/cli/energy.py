@@ -14,25 +14,35 @@ if TYPE_CHECKING:
     import pandas as pd
 
 _MOST_NOTES = 5
-app = typer.Typer(no_args_is_help=True, help="Joules of GPU programs: what can be measured, and how well.")
+TimesOnly = Annotated[
+    bool, typer.Option("--times-only", help="Take times alone, no energies: works without a GPU, on the CPU.")
+]
+app = typer.Typer(no_args_is_help=True)
 
 
 @app.callback()
 def _energy() -> None:
-    """Joules of GPU programs: what can be measured, and how well."""
+    """Joules of GPU programs: what can be measured, and how well.
+
+    All of it needs an NVIDIA GPU, but for `measure --times-only` and
+    `diff --times-only`, which take times on the CPU where there is none.
+    """
 
 
 @app.command("probe")
 def probe(
-    gpu: Annotated[int, typer.Option("--gpu", metavar="N", min=0, help="Number of the GPU, as PyTorch counts.")] = 0,
+    gpu: Annotated[
+        int, typer.Option("--gpu", metavar="N", min=0, help="Number of the GPU, as PyTorch counts: from 0.")
+    ] = 0,
     csv: Csv = None,
     out: Out = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Say which signals of a GPU answer, how often they change, and whether its energy counter is to be believed.
+    """Say which signals of a GPU answer, and whether its energy counter is to be believed. Needs a GPU.
 
-    Takes 70 seconds of the GPU and sets nothing on it. Needs PyTorch, which makes the load.
+    Takes 70 seconds of it and sets nothing on it. Needs PyTorch, which makes
+    the load.
     """
     from gpubloat import energy
     from gpubloat.energy.loads import TorchLoads
@@ -56,35 +66,67 @@ def probe(
 
 @app.command("measure")
 def measure(
-    what: Annotated[str, typer.Argument(metavar="FILE.py[:function]", help="The function, which returns tensors.")],
+    what: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE.py[:function]",
+            help="The function, which returns tensors; its name can be left out if the file has one.",
+        ),
+    ],
     deadline_s: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1, help="Seconds for all; the largest operators first.")
+        float,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            min=1,
+            help="Measure no further operator after so many seconds; the function itself and large operators first.",
+        ),
     ] = 120.0,
     times: Annotated[
-        int | None, typer.Option("--times", metavar="N", min=1, help="Also say the energy of N calls.")
+        int | None,
+        typer.Option(
+            "--times",
+            metavar="CALLS",
+            min=1,
+            show_default="not said",
+            help="Also say what so many calls take, in kWh. Needs a GPU.",
+        ),
     ] = None,
     grid: Annotated[
-        float | None, typer.Option("--grid", metavar="G_PER_KWH", min=0, help="And the CO2e, by grams per kWh.")
+        float | None,
+        typer.Option(
+            "--grid",
+            metavar="G_PER_KWH",
+            min=0,
+            show_default="not said",
+            help="And in grams of CO2e, by those that the electricity of a kWh emits, such as 350. Needs --times.",
+        ),
     ] = None,
-    times_only: Annotated[bool, typer.Option("--times-only", help="No energies: works without a GPU.")] = False,
-    top: Annotated[int, typer.Option(min=1, help="Operators to print, the largest first.")] = 20,
+    times_only: TimesOnly = False,
+    top: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Groups of equal operators to print, the largest first.")
+    ] = 20,
     csv: Csv = None,
     out: Out = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Measure the energy of a function, and of each of its operators alone.
+    """Measure the energy of a function, and of each of its operators alone. Needs a GPU, or --times-only.
 
-    The file may have `inputs(seed)`, which gives the tuple of arguments. Identical operators are measured once.
+    The function is called with the tuple that `inputs(seed)` of the file
+    returns, if it takes arguments. Identical operators are measured once.
     """
     from gpubloat.energy import measuring
-    from gpubloat.energy.workload import workload
+    from gpubloat.energy.workload import split, workload
 
     two_folders(csv, out, force)
     if grid is not None and times is None:
-        raise GpubloatError("--grid needs --times", "say how often the function is called: --times N")
+        raise GpubloatError("--grid needs --times", "say how often the function is called: --times CALLS")
     if times is not None and times_only:
         raise GpubloatError("--times needs energies", "leave out --times-only")
+    split(what)
+    if not times_only:
+        measuring.refuse_without_gpu()
     with workload(what) as work:
         run = measuring.measure(
             work.fn, *work.args, subject=work.name, deadline_s=deadline_s, times_only=times_only, out=out, force=force,
@@ -121,26 +163,45 @@ def diff(
     a: Annotated[str, typer.Argument(metavar="A.py:function", help="One function, which returns tensors.")],
     b: Annotated[str, typer.Argument(metavar="B.py:function", help="One that should compute the same.")],
     deadline_s: Annotated[
-        float, typer.Option("--deadline", metavar="S", min=1, help="Seconds for all; the whole functions first.")
+        float,
+        typer.Option(
+            "--deadline",
+            metavar="SECONDS",
+            min=1,
+            help="Measure no further part after so many seconds; the whole functions first.",
+        ),
     ] = 300.0,
     tolerance: Annotated[
-        float | None, typer.Option(metavar="FRAC", min=0, help="Relative error allowed between outputs.")
+        float | None,
+        typer.Option(
+            metavar="FRAC",
+            min=0,
+            show_default="by type: fp32 0.00001, bf16 and fp16 0.01",
+            help="Relative error allowed between outputs that count as equal, such as 0.001.",
+        ),
     ] = None,
-    times_only: Annotated[bool, typer.Option("--times-only", help="No energies: works without a GPU.")] = False,
+    times_only: TimesOnly = False,
     csv: Csv = None,
     out: Out = None,
     force: Force = False,
     as_json: Json = False,
 ) -> None:
-    """Say which of two functions takes more energy, in which operators, by which line, and what saves it.
+    """Say which of two functions takes more energy, where, why, and what saves it. Needs a GPU, or --times-only.
 
-    Both are called with what inputs(seed) of A's file returns; with that of their own file if those are of another
-    framework. A is also measured against itself: what that differs by is the least that is claimed.
+    Both are called with what `inputs(seed)` of A's file returns; with that
+    of their own file if those are of another framework. A is also measured
+    against itself: what that differs by is the least that is claimed. With
+    --times-only it says which one is slower, and why.
     """
+    from gpubloat.energy import measuring
     from gpubloat.energy.differences.flow import diff as diff_
-    from gpubloat.energy.workload import kinds, workload
+    from gpubloat.energy.workload import kinds, split, workload
 
     two_folders(csv, out, force)
+    for spec in (a, b):
+        split(spec)
+    if not times_only:
+        measuring.refuse_without_gpu()
     with workload(a) as one, workload(b, given=one.args) as other:
         is_alike = kinds(one.args) == kinds(other.args)
         again = one.make(1)

@@ -51,7 +51,7 @@ def workload(spec: str, seed: int = 0, given: tuple[Any, ...] | None = None) -> 
     ------
     GpubloatError : no such file or function, the file raised, arguments that do not fit, a generator or coroutine.
     """
-    file, name = _split(spec)
+    file, name = split(spec)
     with _apart(), _loaded(file) as module:
         fn = _function(module, file, name)
         called = f"{file.name}:{name or getattr(fn, '__name__', '')}"
@@ -78,7 +78,8 @@ def kinds(args: tuple[Any, ...]) -> set[str]:
     return found
 
 
-def _split(spec: str) -> tuple[Path, str]:
+def split(spec: str) -> tuple[Path, str]:
+    """The file and the function that "FILE.py:function" names; GpubloatError if there is no such file."""
     head, colon, name = spec.rpartition(":")
     # No function was named: C:\file.py, or a file whose name has a colon.
     if not colon or not name.isidentifier() or Path(spec).is_file():
