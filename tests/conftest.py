@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,9 @@ from campaigns.libraries import fetch
 from tests.build import fatbin
 
 WHEELS = Path(__file__).resolve().parents[1] / ".cache" / "wheels"
+
+# Tests share the cores: PyTorch's threads, which wait for each other, would make short functions long by chance.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # in the background of a shell: tests that interrupt would hang
     signal.signal(signal.SIGINT, signal.default_int_handler)
