@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from gpubloat.cli.common import Csv, Force, Json, Out, command_line, print_table, records, two_folders
-from gpubloat.errors import GpubloatError, printable
+from gpubloat.errors import DeviceError, GpubloatError, printable
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -51,7 +52,7 @@ def probe(
     two_folders(csv, out, force)
     meter = energy.open_meter(gpu)
     if isinstance(meter, NoDevice):
-        raise meter.error()
+        raise _no_gpu(meter.error())
     try:
         run = energy.probe(meter, TorchLoads(gpu), out=out, force=force, command=command_line())
     finally:
@@ -126,7 +127,7 @@ def measure(
         raise GpubloatError("--times needs energies", "leave out --times-only")
     split(what)
     if not times_only:
-        measuring.refuse_without_gpu()
+        _refuse_without_gpu()
     with workload(what) as work:
         run = measuring.measure(
             work.fn, *work.args, subject=work.name, deadline_s=deadline_s, times_only=times_only, out=out, force=force,
@@ -193,7 +194,6 @@ def diff(
     against itself: what that differs by is the least that is claimed. With
     --times-only it says which one is slower, and why.
     """
-    from gpubloat.energy import measuring
     from gpubloat.energy.differences.flow import diff as diff_
     from gpubloat.energy.workload import kinds, split, workload
 
@@ -201,7 +201,7 @@ def diff(
     for spec in (a, b):
         split(spec)
     if not times_only:
-        measuring.refuse_without_gpu()
+        _refuse_without_gpu()
     with workload(a) as one, workload(b, given=one.args) as other:
         is_alike = kinds(one.args) == kinds(other.args)
         again = one.make(1)
@@ -231,6 +231,21 @@ def diff(
     for place in (csv, out):
         if place is not None:
             print(f"wrote {place}")
+
+
+def _refuse_without_gpu() -> None:
+    """Before the user's file is loaded, and PyTorch with it."""
+    from gpubloat.energy.measuring import opened_meter
+
+    try:
+        with ExitStack() as held:
+            opened_meter(None, 0, held)
+    except DeviceError as error:
+        raise _no_gpu(error) from error
+
+
+def _no_gpu(error: DeviceError) -> DeviceError:
+    return DeviceError(error.reason, f"this needs an NVIDIA GPU that can be measured: {error.message}", error.hint)
 
 
 def _sides(row: dict[str, Any]) -> pd.DataFrame:

@@ -141,12 +141,6 @@ def measure(
             return writer.finish(record)
 
 
-def refuse_without_gpu() -> None:
-    """DeviceError if there is none that can be measured: before a user's file is loaded, and PyTorch with it."""
-    with contextlib.ExitStack() as held:
-        opened_meter(None, 0, held)
-
-
 def opened_meter(meter: Meter | None, index: int, held: contextlib.ExitStack) -> Meter:
     """The one that was given, or that of a GPU, which `held` closes. DeviceError if there is none."""
     if meter is not None:
